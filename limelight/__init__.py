@@ -1,0 +1,20 @@
+"""Limelight: an inference engine and server for the Flint and Beam model families."""
+
+from typing import TYPE_CHECKING
+
+from limelight.types import SamplingParams
+
+if TYPE_CHECKING:
+    from limelight.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> type:
+    """Bring `LLM`, and torch with it, only when it is asked for."""
+    if name == "LLM":
+        from limelight.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'limelight' has no attribute {name!r}")

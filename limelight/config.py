@@ -1,0 +1,135 @@
+"""What a user may choose: frozen, validated once, and the only reader of the environment.
+
+Each field is a flag of `limelight serve` under vLLM's name; its help stands beside it. Below the
+engine, values are handed down one by one, never the config.
+"""
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+DEFAULT_MODEL = "flint-nano"
+# Of a published command, honoured beside ours.
+ENVIRONMENT = {
+    "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
+    "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
+}
+
+
+def setting(default, help: str, *, aliases: tuple[str, ...] = ()):
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+def environment(name: str) -> str | None:
+    """The value that the environment gives the setting `name`, ours before others' spelling."""
+    return next((os.environ[key] for key in ENVIRONMENT.get(name, ()) if key in os.environ), None)
+
+
+def _check_choices(config: object):
+    """Refuse a value outside a `Literal` field's list."""
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
+            options = ", ".join(map(str, get_args(hints[item.name])))
+            raise ValueError(f"{item.name} must be one of {options}; got {value!r}")
+
+
+def _check_at_least(config: object, **lowest: int):
+    for name, low in lowest.items():
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < low):
+            raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Which model runs, where, in what precision, and how much at once."""
+
+    model: str = setting(DEFAULT_MODEL, "bundled model, local folder or hub id")
+    tokenizer: str | None = setting(None, "where the tokenizer comes from, if not from the model")
+    hf_config_path: str | None = setting(None, "where config.json comes from, if not the model")
+    revision: str | None = setting(None, "commit, branch or tag of a model on the hub")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda where there is one")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "precision of weights and activations; auto: as the checkpoint says"
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = setting(
+        "auto", "dummy: random weights with realistic statistics, from config.json alone"
+    )
+    seed: int = setting(0, "seed of dummy weights")
+    max_model_len: int | None = setting(
+        None, "most tokens of prompt and answer together; default: what the model was made for"
+    )
+    max_num_seqs: int = setting(64, "most sequences in one step")
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step; longer prompts are cut")
+    block_size: int = setting(16, "tokens in a block of the KV cache")
+    enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal beginnings")
+    prefix_hash_seed: str | None = setting(
+        None, "key of the prefix hashes; default: random, so that no one can guess them"
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "precision of the KV cache; auto: that of the model"
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "bytes of the KV cache; default: what gpu_memory_utilization leaves"
+    )
+    gpu_memory_utilization: float = setting(0.9, "share of the device's memory to use in all")
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
+    )
+    tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
+
+    def __post_init__(self):
+        _check_choices(self)
+        _check_at_least(
+            self, max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
+            kv_cache_memory_bytes=1, tensor_parallel_size=1,
+        )  # fmt: skip
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1; "
+                f"got {self.gpu_memory_utilization}"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ValueError("tensor_parallel_size above 1 is not supported yet; leave it at 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server listens, whom it lets in and how much it takes."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
+    port: int = setting(8000, "port to listen on; 0: any free one")
+    api_key: list[str] | None = setting(None, "keys that a client may bring; default: no key")
+    served_model_name: list[str] | None = setting(
+        None, "names that requests may use; the first is reported; default: the model's"
+    )
+    allowed_origins: list[str] | None = setting(None, "origins that a browser may call from")
+    max_num_queued_reqs: int = setting(1024, "most requests that wait; above: 503")
+    max_num_queued_tokens: int | None = setting(None, "most prompt tokens that wait; above: 503")
+    max_logprobs: int = setting(20, "most logprobs a request may ask for; -1: no limit")
+    max_body_bytes: int = setting(8 * 2**20, "largest request body")
+    shutdown_timeout: float = setting(30.0, "seconds that running requests get after SIGTERM")
+    chat_template: str | None = setting(None, "file with a chat template to use instead")
+    default_chat_template_kwargs: dict[str, object] | None = setting(
+        None, "JSON object of defaults for the chat template"
+    )
+    generation_config: str = setting(
+        "auto", "auto: sampling defaults of the model; vllm: neutral ones"
+    )
+    enable_prompt_tokens_details: bool = setting(True, "report cached prompt tokens in usage")
+    enable_force_include_usage: bool = setting(False, "send usage at the end of every stream")
+    enable_request_id_headers: bool = setting(False, "echo X-Request-Id")
+
+    def __post_init__(self):
+        _check_choices(self)
+        _check_at_least(
+            self, port=0, max_num_queued_reqs=0, max_num_queued_tokens=0, max_logprobs=-1,
+            max_body_bytes=1,
+        )  # fmt: skip
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535; got {self.port}")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")

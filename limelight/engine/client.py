@@ -1,0 +1,179 @@
+"""The engine seen from an asyncio process: the only file that knows there are two."""
+
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from limelight.config import EngineConfig
+from limelight.engine.process import Command, Report
+from limelight.types import EngineStats, ModelInfo, Output, Request
+
+logger = logging.getLogger(__name__)
+# A sign of life comes every second; a busy machine may delay some.
+SECONDS_OF_SILENCE = 10.0
+SECONDS_OF_STEP = 120.0
+SECONDS_TO_END = 5.0
+
+
+class EngineDead(RuntimeError):
+    """The engine has ended; the text is its own, or says how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How the engine is: `healthy` is False once it is dead, silent, or stuck in a step."""
+
+    phase: str
+    percent: float
+    healthy: bool
+    detail: str
+
+
+class EngineClient:
+    """Starts an engine process, sends it requests and hands out its outputs."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.stats = EngineStats()
+        self._info: ModelInfo | None = None
+        self._ready = asyncio.Event()
+        self._fault: str | None = None
+        self._report = Report(phase="starting", percent=0.0)
+        self._last_beat = time.monotonic()
+        self._queues: dict[str, asyncio.Queue[Output | EngineDead]] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="limelight-"))
+        self._context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._reports = self._context.socket(zmq.PULL)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def info(self) -> ModelInfo:
+        assert self._info is not None, "the engine is not ready yet"
+        return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        report, detail = self._report, ""
+        if self._fault is not None:
+            return EngineStatus("dead", 100.0, False, self._fault)
+        silence = time.monotonic() - self._last_beat
+        if silence > SECONDS_OF_SILENCE:
+            detail = f"no sign of life from the engine for {silence:.0f} s"
+        elif report.step_seconds > SECONDS_OF_STEP:
+            detail = f"a step has been running for {report.step_seconds:.0f} s"
+        return EngineStatus(report.phase, report.percent, not detail, detail)
+
+    async def start(self) -> None:
+        """Spawn the process; it loads the model by itself."""
+        self._commands.bind(f"ipc://{self._folder}/commands")
+        self._reports.bind(f"ipc://{self._folder}/reports")
+        config_json = msgspec.json.encode(self.config).decode()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "limelight.engine.process", str(self._folder), config_json,
+            stdin=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self._last_beat = time.monotonic()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until requests are taken; `EngineDead` with the engine's own words if it fails."""
+        await self._ready.wait()
+        if self._fault is not None:
+            raise EngineDead(self._fault)
+        return self.info
+
+    async def submit(self, request: Request) -> AsyncIterator[Output]:
+        """The outputs of a request, the last with its finish reason; leaving early aborts it."""
+        if self._fault is not None:
+            raise EngineDead(self._fault)
+        queue: asyncio.Queue[Output | EngineDead] = asyncio.Queue()
+        self._queues[request.id] = queue
+        finished = False
+        try:
+            await self._send(Command(add=[request]))
+            while not finished:
+                output = await queue.get()
+                if isinstance(output, EngineDead):
+                    finished = True
+                    raise output
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            self._queues.pop(request.id, None)
+            if not finished:
+                self.abort(request.id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator, if anyone still listens, yields a last output."""
+        if self._fault is None:
+            task = asyncio.ensure_future(self._send(Command(abort=[request_id])))
+            self._tasks.append(task)
+            task.add_done_callback(self._tasks.remove)
+
+    async def close(self) -> None:
+        """End the process and everything that belongs to it."""
+        self._die("the engine was closed")
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), SECONDS_TO_END)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _send(self, command: Command) -> None:
+        await self._commands.send(self._encoder.encode(command))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Report)
+        while True:
+            report = decoder.decode(await self._reports.recv())
+            self._last_beat, self._report = time.monotonic(), report
+            self.stats = report.stats or self.stats
+            if report.info is not None:
+                self._info = report.info
+                self._ready.set()
+            for output in report.outputs:
+                if output.request_id in self._queues:
+                    self._queues[output.request_id].put_nowait(output)
+            if report.fault is not None:
+                self._die(report.fault)
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        # Its last report may still be on the way.
+        await asyncio.sleep(0.1)
+        self._die(f"the engine process ended with {_how(code)}")
+
+    def _die(self, fault: str) -> None:
+        """From now on everyone who waits or comes gets this fault; the first one stays."""
+        if self._fault is not None:
+            return
+        self._fault = fault
+        self._ready.set()
+        for queue in self._queues.values():
+            queue.put_nowait(EngineDead(fault))
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

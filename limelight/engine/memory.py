@@ -1,0 +1,156 @@
+"""The memory plan: what the weights, the work space and the KV cache take, and what fits.
+
+Made from shapes alone, before any memory is taken; `limelight inspect` and the start print it.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from limelight.cache.blocks import BlockPool
+from limelight.cache.groups import CacheGroups, GroupSpec
+from limelight.cache.storage import BlockShape
+from limelight.models.loader import Model
+
+GIB = 2**30
+# A CPU's memory is shared with all else that runs there, so its cache is bounded by default.
+CPU_CACHE_LIMIT = 4 * GIB
+KINDS = (
+    ("embedding", re.compile(r"embed_tokens")),
+    ("LM head", re.compile(r"lm_head")),
+    ("routed experts", re.compile(r"\.mlp\.experts\.")),
+    ("shared experts", re.compile(r"\.mlp\.shared_expert\.")),
+    ("router", re.compile(r"\.mlp\.gate\.")),
+    ("attention", re.compile(r"\.self_attn\.")),
+    ("dense feed-forward", re.compile(r"\.mlp\.")),
+    ("norms", re.compile(r"norm")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """One kind of tensor: how many numbers and bytes it has in all."""
+
+    name: str
+    parameters: int
+    nbytes: int
+
+
+def weight_kinds(outline: Model) -> list[WeightKind]:
+    """Parameters and bytes by kind of tensor, of a model that may be on the meta device."""
+    counts: dict[str, list[int]] = {}
+    for name, target in outline.targets().items():
+        kind = next(kind for kind, pattern in KINDS if pattern.search(name))
+        row = counts.setdefault(kind, [0, 0])
+        row[0] += target.into.numel()
+        row[1] += target.into.nbytes
+    return [WeightKind(kind, *row) for kind, row in counts.items()]
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be taken on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """All in bytes on one device. `cache` is the KV cache, `left` what remains for anyone else."""
+
+    available: int
+    kinds: list[WeightKind]
+    workspace: int
+    block: BlockShape
+    groups: list[GroupSpec]
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    chunk: int  # most tokens of one prompt in a step
+
+    def with_blocks(self, num_blocks: int) -> "MemoryPlan":
+        """The same plan with a cache of that many blocks."""
+        return replace(self, num_blocks=num_blocks)
+
+    @property
+    def weights(self) -> int:
+        return sum(kind.nbytes for kind in self.kinds)
+
+    @property
+    def cache(self) -> int:
+        return self.num_blocks * self.block.nbytes
+
+    @property
+    def left(self) -> int:
+        return self.available - self.weights - self.workspace - self.cache
+
+    @cached_property
+    def tables(self) -> CacheGroups:
+        """The block tables of a cache of this size, which know what fits."""
+        return CacheGroups(self.groups, BlockPool(max(1, self.num_blocks), block_size=self.block.size))
+
+    def blocks_for(self, length: int) -> int:
+        """The least blocks that let one sequence reach `length` tokens."""
+        return self.tables.blocks_for_length(length, 1)
+
+    def sequences_of(self, length: int) -> int:
+        """How many sequences of `length` tokens the cache holds at once."""
+        return self.tables.sequences_of_length(length, self.chunk)
+
+    def bytes_per_token(self) -> dict[str, int]:
+        """KV bytes that one more token takes, by kind of layer; a window's do not grow for ever."""
+        layer = self.block.nbytes // (self.block.rows * self.block.size)
+        full = sum(len(g.layers) for g in self.groups if g.window is None)
+        window = sum(len(g.layers) for g in self.groups if g.window is not None)
+        return {"full": full * layer, "window": window * layer}
+
+    def check(self) -> None:
+        """Refuse a plan that cannot run, with numbers that can."""
+        if self.weights + self.workspace > self.available:
+            raise ValueError(
+                f"the weights ({_gib(self.weights)}) and the work space ({_gib(self.workspace)}) "
+                f"do not fit into the {_gib(self.available)} that are free\n{self}"
+            )
+        needed = self.blocks_for(self.max_model_len)
+        if needed > self.num_blocks:
+            longest = self.tables.longest_sequence(self.max_model_len)
+            advice = (
+                f"start with --max-model-len {longest}"
+                if longest
+                else f"the least cache is {_gib(self.blocks_for(1) * self.block.nbytes)}: "
+                f"--kv-cache-memory-bytes {self.blocks_for(1) * self.block.nbytes}"
+            )
+            raise ValueError(
+                f"the KV cache of {self.num_blocks} blocks is too small for one sequence of "
+                f"{self.max_model_len} tokens, which takes {needed} blocks "
+                f"(--kv-cache-memory-bytes {needed * self.block.nbytes}); {advice}\n{self}"
+            )
+
+    def __str__(self) -> str:
+        per_token = self.bytes_per_token()
+        lengths = sorted({min(n, self.max_model_len) for n in (1024, 8192, self.max_model_len)})
+        fits = ", ".join(f"{self.sequences_of(n)} of {n}" for n in lengths)
+        return "\n".join(
+            (
+                f"memory plan ({_gib(self.available)} free)",
+                f"  weights     {_gib(self.weights):>12}",
+                f"  work space  {_gib(self.workspace):>12}",
+                f"  KV cache    {_gib(self.cache):>12}  {self.num_blocks} blocks of "
+                f"{self.block.size} tokens; a token takes {per_token['full']} bytes in layers "
+                f"with full attention and {per_token['window']} in window layers",
+                f"  left        {_gib(self.left):>12}",
+                f"  sequences that fit at once: {fits} tokens",
+            )
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"

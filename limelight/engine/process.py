@@ -1,0 +1,135 @@
+"""The engine's process: takes commands from a socket, steps, and sends outputs back.
+
+Messages are msgpack of the dataclasses in `types.py`, checked against their types on arrival; the
+sockets are files in a folder that only this user can enter. When the parent goes, its end of
+standard input closes, and this process ends too.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from limelight.config import EngineConfig
+from limelight.types import EngineStats, ModelInfo, Output, Request
+
+logger = logging.getLogger(__name__)
+SECONDS_BETWEEN_BEATS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """From the client: requests to add and ids to abort."""
+
+    add: list[Request] = field(default_factory=list)
+    abort: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """From the engine: a sign of life, and whatever there is to tell beside it."""
+
+    phase: str
+    percent: float = 100.0
+    info: ModelInfo | None = None
+    outputs: list[Output] = field(default_factory=list)
+    stats: EngineStats | None = None
+    step_seconds: float = 0.0  # how long the step that now runs has been running
+    fault: str | None = None  # why the engine ends; nothing comes after it
+
+
+class Reporter:
+    """Sends reports from any thread, and a sign of life every second."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]"):
+        self.socket, self.lock = socket, threading.Lock()
+        self.encoder = msgspec.msgpack.Encoder()
+        self.phase, self.percent = "starting", 0.0
+        self.step_started: float | None = None
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def send(self, report: Report) -> None:
+        with self.lock:
+            self.phase, self.percent = report.phase, report.percent
+            self.socket.send(self.encoder.encode(report))
+
+    def progress(self, phase: str, share: float) -> None:
+        """A `Progress` listener; whole percents are enough."""
+        percent = float(int(100 * share))
+        if (phase, percent) != (self.phase, self.percent):
+            self.send(Report(phase=phase, percent=percent))
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(SECONDS_BETWEEN_BEATS)
+            started = self.step_started
+            seconds = time.monotonic() - started if started is not None else 0.0
+            self.send(Report(phase=self.phase, percent=self.percent, step_seconds=seconds))
+
+
+def end_with_parent() -> None:
+    """Leave at once when the parent's end of standard input closes, however it ended."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter) -> None:
+    """Start the engine, then serve commands until the process is ended."""
+    from limelight.engine.startup import start_engine
+    from limelight.progress import Progress
+
+    started = start_engine(config, Progress(reporter.progress))
+    engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
+    reporter.send(Report(phase="ready", info=started.info, stats=engine.stats()))
+    while True:
+        outputs: list[Output] = []
+        # With nothing to do, wait for a command; between steps, take those that are there.
+        while commands.poll(0 if engine.has_work else None):
+            command = decoder.decode(commands.recv())
+            for request in command.add:
+                engine.add(request)
+            outputs += filter(None, map(engine.abort, command.abort))
+            if outputs:
+                break
+        reporter.step_started = time.monotonic()
+        outputs += engine.step()
+        reporter.step_started = None
+        reporter.send(Report(phase="ready", outputs=outputs, stats=engine.stats()))
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of the child: the folder of the sockets and the config as JSON."""
+    folder, config_json = arguments
+    # The parent decides when to end, also when a terminal sends its interrupt to both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    context = zmq.Context()
+    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(f"ipc://{folder}/commands")
+    reports.connect(f"ipc://{folder}/reports")
+    reporter = Reporter(reports)
+    try:
+        run(msgspec.json.decode(config_json, type=EngineConfig), commands, reporter)
+    except ValueError as error:
+        reporter.send(Report(phase="dead", fault=str(error)))
+    except Exception as error:
+        logger.exception("the engine failed")
+        reporter.send(Report(phase="dead", fault=f"{type(error).__name__}: {error}"))
+    context.destroy(linger=1000)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

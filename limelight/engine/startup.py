@@ -1,0 +1,209 @@
+"""From a config to a running engine: find, plan, load, warm up."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from limelight.cache.blocks import BlockPool
+from limelight.cache.groups import CacheGroups, plan_groups
+from limelight.cache.storage import BlockShape, KVStorage
+from limelight.checkpoint import locate, read_json
+from limelight.config import EngineConfig
+from limelight.engine.engine import Engine
+from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, available_memory, weight_kinds
+from limelight.engine.scheduler import Scheduler
+from limelight.models.config import ModelConfig
+from limelight.models.layers import Placement
+from limelight.models.loader import build, load_model, read_config
+from limelight.parallel.mesh import Mesh
+from limelight.progress import Progress
+from limelight.runner.runner import ModelRunner
+from limelight.types import Admission, Grant, ModelInfo, Request, SamplingParams, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where the parts of a model are."""
+
+    weights: Path
+    config: Path
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Folders":
+        weights = locate(
+            config.model, revision=config.revision, weights=config.load_format != "dummy"
+        )
+        return cls(weights, locate(config.hf_config_path) if config.hf_config_path else weights)
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch finds no CUDA device")
+    return torch.device(config.device)
+
+
+def resolve_dtype(asked: str, auto: str, *, what: str) -> torch.dtype:
+    name = auto if asked == "auto" else asked
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"{what} {name} is not supported; choose one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def resolve_length(config: EngineConfig, model: ModelConfig) -> int:
+    length = config.max_model_len or model.max_positions
+    if length > model.max_positions:
+        raise ValueError(
+            f"max_model_len {length} is above the {model.max_positions} positions of the model"
+        )
+    return length
+
+
+def plan_memory(config: EngineConfig) -> MemoryPlan:
+    """What `config` would take on its device; nothing is loaded."""
+    folders = Folders.of(config)
+    architecture, model = read_config(folders.config)
+    device = resolve_device(config)
+    dtype = resolve_dtype(config.dtype, model.dtype, what="dtype")
+    mesh = Mesh.single()
+    outline = build(architecture, model, Placement(mesh, dtype, torch.device("meta")))
+    groups = plan_groups(model.windows)
+    kv_heads = mesh.kv_shard(model.num_kv_heads)
+    kv_dtype = resolve_dtype(config.kv_cache_dtype, str(dtype)[6:], what="kv_cache_dtype")
+    block = BlockShape(
+        rows=max(len(group.layers) for group in groups),
+        size=config.block_size,
+        kv_heads=kv_heads.stop - kv_heads.start,
+        head_dim=model.head_dim,
+        dtype=kv_dtype,
+    )
+    length = resolve_length(config, model)
+    plan = MemoryPlan(
+        available=available_memory(device),
+        kinds=weight_kinds(outline),
+        workspace=_workspace(config, model, dtype),
+        block=block,
+        groups=groups,
+        num_blocks=0,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        chunk=min(config.max_num_batched_tokens, length),
+    )
+    return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
+
+
+def _workspace(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """An upper bound of what one step holds beside weights and cache."""
+    width = 8 * model.hidden_size + 6 * max(
+        model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
+    )
+    tokens = min(config.max_num_batched_tokens, model.max_positions)
+    logits = 3 * 4 * model.vocab_size * max(config.max_num_seqs, 256)
+    return 4 * tokens * width + logits
+
+
+def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
+    """As asked; or what is left of the share to use, at most as much as all sequences can fill."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    room = int(plan.available * config.gpu_memory_utilization) - plan.weights - plan.workspace
+    if device.type == "cpu":
+        room = min(room, CPU_CACHE_LIMIT)
+    blocks = plan.tables.blocks_for_length(plan.max_model_len, plan.chunk)
+    useful = blocks * plan.max_num_seqs * plan.block.nbytes
+    return max(0, min(room, useful))
+
+
+def stop_tokens(folders: Folders) -> list[int]:
+    """The end-of-sequence ids of generation_config.json, else of config.json."""
+    for file in (folders.weights / "generation_config.json", folders.config / "config.json"):
+        ids = read_json(file).get("eos_token_id") if file.exists() else None
+        ids = [ids] if isinstance(ids, int) else ids
+        if isinstance(ids, list) and ids and all(isinstance(item, int) for item in ids):
+            return ids
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine that is ready to serve, and what others must know of it."""
+
+    engine: Engine
+    info: ModelInfo
+    plan: MemoryPlan
+
+
+def start_engine(config: EngineConfig, progress: Progress) -> Started:
+    """Load the model and warm it up; `ValueError` for all that a user can mend."""
+    plan = plan_memory(config)
+    logger.info("%s", plan)
+    plan.check()
+    folders, device = Folders.of(config), resolve_device(config)
+    architecture, shape = read_config(folders.config)
+    dtype = resolve_dtype(config.dtype, shape.dtype, what="dtype")
+    model = load_model(
+        folders.weights,
+        Placement(Mesh.single(), dtype, device),
+        config_folder=folders.config,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        progress=progress,
+    )
+    storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device)
+    ends = stop_tokens(folders)
+    runner = ModelRunner(
+        model,
+        storage,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=ends,
+    )
+    warm_up(runner, plan, progress)
+    groups = CacheGroups(
+        plan.groups,
+        BlockPool(plan.num_blocks, block_size=config.block_size),
+        prefix_caching=config.enable_prefix_caching,
+        hash_seed=config.prefix_hash_seed,
+        root=f"{architecture} {folders.weights.resolve()} {dtype}".encode(),
+    )
+    scheduler = Scheduler(
+        groups,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        policy=config.scheduling_policy,
+    )
+    info = ModelInfo(
+        architecture=architecture,
+        vocab_size=shape.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=ends,
+        block_size=config.block_size,
+        num_blocks=plan.num_blocks,
+        dtype=str(dtype)[6:],
+    )
+    return Started(Engine(scheduler, runner, eos_token_ids=ends), info, plan)
+
+
+def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
+    """Run the shapes of serving once, on the null block, so that no request pays for the first."""
+    prompt = min(plan.chunk, 512, plan.max_model_len - 1)
+    batches = [1, min(8, plan.max_num_seqs), plan.max_num_seqs]
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
+    with progress.phase("warming up", len(batches) + 1) as advance:
+        request = Request(
+            id="warm-up", prompt_token_ids=[0] * (prompt + 1), params=params, max_tokens=1, seed=0
+        )
+        tables = [(0, [0] * (-(-(prompt + 1) // plan.block.size)))] * len(plan.groups)
+        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+        runner.execute(StepPlan(admissions, [Grant(0, 0, prompt, tables, True)]))
+        advance(1)
+        for batch in batches:
+            grants = [Grant(slot, prompt, 1, tables, True) for slot in range(batch)]
+            runner.execute(StepPlan([], grants))
+            advance(1)

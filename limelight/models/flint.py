@@ -1,0 +1,186 @@
+"""Flint: a pre-norm mixture-of-experts decoder.
+
+    h <- h + attention(norm(h));   h <- h + feed_forward(norm(h));   logits = head(norm(h))
+
+Window layers rotate queries and keys; full layers know no positions. Every query head has a sink.
+The first layers are dense; the others add a shared expert, ungated, to the routed ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from limelight.models.batch import Batch
+from limelight.models.config import LAYER_TYPES, ConfigReader, Json, ModelConfig, read_common
+from limelight.models.layers import (
+    PROJECTION,
+    UNIT,
+    Embedding,
+    Experts,
+    HeadProjections,
+    LMHead,
+    PerHead,
+    Placement,
+    RMSNorm,
+    RowParallelLinear,
+    SwiGLU,
+    Targets,
+    whole,
+)
+from limelight.ops import rope, router
+from limelight.ops.rope import Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlintConfig(ModelConfig):
+    shared_inner_size: int
+
+    @classmethod
+    def from_dict(cls, json: Json, *, source: str = "config.json") -> "FlintConfig":
+        reader = ConfigReader(json, source=source)
+        layers = reader.integer("num_hidden_layers")
+        dense = reader.integers("mlp_only_layers")
+        dense = [0, 1] if dense is None else dense
+        reader.require("decoder_sparse_step", 1, None)
+        sparse = [i not in dense for i in range(layers)]
+        shared = reader.integer("shared_expert_intermediate_size", 1024)
+        return cls(
+            **read_common(reader, layer_types=_layer_types(reader, layers), sparse=sparse),
+            shared_inner_size=shared,
+        )
+
+
+def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
+    """As listed; or by the older keys, which name the layers without positions; or the default."""
+    listed = reader.choices("layer_types", LAYER_TYPES, length=layers)
+    if listed is not None:
+        return listed
+    full = reader.integers("no_rope_layer_indices")
+    if full is None:
+        full = [i for i in range(layers) if i < 2 or i % 4 == 1 or i == layers - 1]
+    if reader.json.get("use_sliding_window") is False:
+        raise reader.fault("use_sliding_window", "must be true: layers that rotate have a window")
+    return ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: FlintConfig, layer: int, place: Placement):
+        super().__init__()
+        self.layer, self.window = layer, config.windows[layer]
+        self.scale = config.head_dim**-0.5
+        self.qkv = HeadProjections(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, place
+        )
+        self.q_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
+        self.sinks = PerHead(config.num_heads, self.qkv.heads, place, exact=True)
+        self.o = RowParallelLinear(
+            config.num_heads * config.head_dim, self.qkv.channels, config.hidden_size, place
+        )
+
+    def forward(self, x_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
+        q_THC, k_TKC, v_TKC = self.qkv.by_head(x_TD)
+        q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
+        if self.window is not None:
+            q_THC, k_TKC = rope.rotate(q_THC, turn), rope.rotate(k_TKC, turn)
+        out_THC = batch.attend(
+            self.layer, q_THC, k_TKC, v_TKC,
+            window=self.window, sinks_H=self.sinks.value_H, scale=self.scale,
+        )  # fmt: skip
+        return self.o(out_THC.flatten(1))
+
+    def targets(self, prefix: str) -> Targets:
+        return (
+            self.qkv.targets(prefix)
+            | self.o.targets(f"{prefix}.o_proj")
+            | self.q_norm.targets(f"{prefix}.q_norm")
+            | self.k_norm.targets(f"{prefix}.k_norm")
+            | {f"{prefix}.softmax_offset": self.sinks.target(UNIT)}
+        )
+
+
+class SparseFeedForward(nn.Module):
+    def __init__(self, config: FlintConfig, place: Placement):
+        super().__init__()
+        size = config.hidden_size
+        self.count = config.experts_per_token
+        self.router_ED = place.empty(config.num_experts, size, dtype=torch.float32)
+        self.experts = Experts(config.num_experts, size, config.expert_inner_size, place)
+        self.shared = SwiGLU(size, config.shared_inner_size, place)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        scores_TE = router.sigmoid_scores(x_TD, self.router_ED)
+        weights_TN, ids_TN = router.top_experts(scores_TE, count=self.count)
+        return self.experts(x_TD, weights_TN, ids_TN) + self.shared(x_TD)
+
+    def targets(self, prefix: str) -> Targets:
+        return (
+            {f"{prefix}.gate.weight": whole(self.router_ED, dummy=PROJECTION)}
+            | self.experts.targets(f"{prefix}.experts")
+            | self.shared.targets(f"{prefix}.shared_expert")
+        )
+
+
+class Layer(nn.Module):
+    def __init__(self, config: FlintConfig, layer: int, place: Placement):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(size, place, eps=eps)
+        self.attention = Attention(config, layer, place)
+        self.feed_forward_norm = RMSNorm(size, place, eps=eps)
+        self.feed_forward = (
+            SparseFeedForward(config, place)
+            if config.sparse[layer]
+            else SwiGLU(size, config.inner_size, place)
+        )
+
+    def forward(self, h_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
+        h_TD = h_TD + self.attention(self.attention_norm(h_TD), turn, batch)
+        return h_TD + self.feed_forward(self.feed_forward_norm(h_TD))
+
+    def targets(self, prefix: str) -> Targets:
+        return (
+            self.attention_norm.targets(f"{prefix}.input_layernorm")
+            | self.attention.targets(f"{prefix}.self_attn")
+            | self.feed_forward_norm.targets(f"{prefix}.post_attention_layernorm")
+            | self.feed_forward.targets(f"{prefix}.mlp")
+        )
+
+
+class Flint(nn.Module):
+    # What transformers calls a tensor in memory, and so in some checkpoints.
+    renames = {"self_attn.sinks": "self_attn.softmax_offset"}
+
+    def __init__(self, config: FlintConfig, place: Placement):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, place)
+        self.layers = nn.ModuleList(Layer(config, i, place) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
+        self.head = LMHead(config.hidden_size, config.vocab_size, place)
+
+    def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The normed hidden states [T, D], which `logits` takes."""
+        turn = rope.rotation(
+            batch.positions_T, head_dim=self.config.head_dim, theta=self.config.rope_theta
+        )
+        h_TD = self.embed(tokens_T)
+        for layer in self.layers:
+            h_TD = layer(h_TD, turn, batch)
+        return self.norm(h_TD)
+
+    def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """FP32 [T, V]."""
+        return self.head(h_TD)
+
+    def targets(self) -> Targets:
+        """Where each tensor of a checkpoint goes, by its name there."""
+        targets = (
+            self.embed.targets("model.embed_tokens")
+            | self.norm.targets("model.norm")
+            | self.head.targets("lm_head")
+        )
+        for i, layer in enumerate(self.layers):
+            targets |= layer.targets(f"model.layers.{i}")
+        return targets

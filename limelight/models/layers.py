@@ -1,0 +1,266 @@
+"""The layers both models are made of. Each knows its shard and where checkpoint tensors go.
+
+`targets(prefix)` maps a checkpoint name to its `Target`; the loader fills them, and `dummy` says
+how to fill them without a checkpoint.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from limelight.ops import activation, experts, norm
+from limelight.parallel.collectives import all_gather, all_reduce
+from limelight.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Dummy:
+    """The distribution of a tensor's random values: normal, with this mean and deviation."""
+
+    mean: float
+    std: float
+
+
+# As benchmarks of these models use them: routing is uniform and activations stay finite.
+PROJECTION = Dummy(0.0, 0.02)
+OUTPUT_PROJECTION = Dummy(0.0, 0.002)
+UNIT = Dummy(0.0, 1.0)
+ONES = Dummy(1.0, 0.0)
+ZEROS = Dummy(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one checkpoint tensor goes.
+
+    The tensor has `shape`; `take` is the part that this rank holds and `into` the piece of a
+    parameter that receives it.
+    """
+
+    into: torch.Tensor
+    shape: tuple[int, ...]
+    take: tuple[slice, ...]
+    dummy: Dummy
+
+
+Targets = dict[str, Target]
+EVERYTHING = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What every layer of a model is built with."""
+
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An unset parameter; inference is the default, training turns gradients on."""
+        value = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(value, requires_grad=False)
+
+
+def whole(parameter: torch.Tensor, *, dummy: Dummy) -> Target:
+    """The target of a tensor that every rank holds in full."""
+    return Target(parameter, tuple(parameter.shape), (EVERYTHING,) * parameter.ndim, dummy)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension, with its weight."""
+
+    def __init__(self, size: int, place: Placement, *, eps: float):
+        super().__init__()
+        self.weight = place.empty(size)
+        self.eps = eps
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return norm.rmsnorm(x_TD, self.weight, eps=self.eps)
+
+    def targets(self, prefix: str) -> Targets:
+        return {f"{prefix}.weight": whole(self.weight, dummy=ONES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the projections that share a packed matrix: its full size, and this rank's rows."""
+
+    name: str
+    size: int
+    take: slice
+
+    @property
+    def held(self) -> int:
+        return self.take.stop - self.take.start
+
+
+class ColumnParallelLinear(nn.Module):
+    """Projections of one input as one matrix; each rank holds some of the outputs of each."""
+
+    def __init__(self, in_features: int, parts: list[Part], place: Placement):
+        super().__init__()
+        self.parts = parts
+        self.weight = place.empty(sum(part.held for part in parts), in_features)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TD, self.weight)
+
+    def targets(self, prefix: str) -> Targets:
+        rows = self.weight.split([part.held for part in self.parts])
+        return {
+            f"{prefix}.{part.name}.weight": Target(
+                into, (part.size, into.shape[1]), (part.take, EVERYTHING), PROJECTION
+            )
+            for part, into in zip(self.parts, rows, strict=True)
+        }
+
+
+class RowParallelLinear(nn.Module):
+    """A projection whose input is divided among the ranks; its results are summed over them."""
+
+    def __init__(self, in_features: int, take: slice, out_features: int, place: Placement):
+        super().__init__()
+        self.in_features, self.take, self.mesh = in_features, take, place.mesh
+        self.weight = place.empty(out_features, take.stop - take.start)
+
+    def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
+        return all_reduce(F.linear(x_TF, self.weight), self.mesh)
+
+    def targets(self, prefix: str) -> Targets:
+        shape = (self.weight.shape[0], self.in_features)
+        target = Target(self.weight, shape, (EVERYTHING, self.take), OUTPUT_PROJECTION)
+        return {f"{prefix}.weight": target}
+
+
+class HeadProjections(ColumnParallelLinear):
+    """Queries, keys and values (and any further full-width projection) of one input, by head.
+
+    This rank holds some of the heads: `heads` of the queries, `kv_heads` of keys and values.
+    """
+
+    def __init__(
+        self, size: int, heads: int, kv_heads: int, head_dim: int, place: Placement,
+        *, extra: tuple[str, ...] = (),
+    ):  # fmt: skip
+        self.heads = place.mesh.shard(heads, what="query heads")
+        self.kv_heads = place.mesh.kv_shard(kv_heads)
+        self.head_dim = head_dim
+        self.channels = self._channels(self.heads)
+        query = Part("q_proj", heads * head_dim, self.channels)
+        kv = (kv_heads * head_dim, self._channels(self.kv_heads))
+        more = [Part(name, query.size, query.take) for name in extra]
+        super().__init__(size, [query, Part("k_proj", *kv), Part("v_proj", *kv), *more], place)
+        self.sizes = [part.held // head_dim for part in self.parts]
+
+    def _channels(self, heads: slice) -> slice:
+        return slice(heads.start * self.head_dim, heads.stop * self.head_dim)
+
+    def by_head(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each projection as [T, its heads on this rank, C]."""
+        return self(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=1)
+
+
+class PerHead(nn.Module):
+    """One learned number for each query head, FP32 if `exact`; this rank holds its heads'."""
+
+    def __init__(self, total: int, take: slice, place: Placement, *, exact: bool):
+        super().__init__()
+        self.total, self.take = total, take
+        dtype = torch.float32 if exact else place.dtype
+        self.value_H = place.empty(take.stop - take.start, dtype=dtype)
+
+    def target(self, dummy: Dummy) -> Target:
+        return Target(self.value_H, (self.total,), (self.take,), dummy)
+
+
+class Embedding(nn.Module):
+    """Token ids to vectors; every rank holds the whole table."""
+
+    def __init__(self, vocab_size: int, size: int, place: Placement):
+        super().__init__()
+        self.weight = place.empty(vocab_size, size)
+
+    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+    def targets(self, prefix: str) -> Targets:
+        return {f"{prefix}.weight": whole(self.weight, dummy=UNIT)}
+
+
+class LMHead(nn.Module):
+    """Hidden states to FP32 logits over the whole vocabulary; each rank holds some of its rows.
+
+    The product is FP32. A CPU has none of BF16 operands with an FP32 result, so there the weight,
+    exact in FP32, is held in it.
+    """
+
+    def __init__(self, size: int, vocab_size: int, place: Placement):
+        super().__init__()
+        self.vocab_size, self.mesh = vocab_size, place.mesh
+        padded = math.ceil(vocab_size / place.mesh.size) * place.mesh.size
+        rows = place.mesh.shard(padded, what="vocabulary rows")
+        self.take = slice(rows.start, min(rows.stop, vocab_size))
+        dtype = torch.float32 if place.device.type == "cpu" else place.dtype
+        self.weight = place.empty(rows.stop - rows.start, size, dtype=dtype)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        logits_TV = F.linear(x_TD.float(), self.weight.float())
+        return all_gather(logits_TV, self.mesh)[:, : self.vocab_size]
+
+    def targets(self, prefix: str) -> Targets:
+        held = self.weight[: self.take.stop - self.take.start]
+        shape = (self.vocab_size, self.weight.shape[1])
+        return {f"{prefix}.weight": Target(held, shape, (self.take, EVERYTHING), UNIT)}
+
+
+class SwiGLU(nn.Module):
+    """The dense feed-forward: down(silu(gate x) * up x), its inner width divided among the ranks."""
+
+    def __init__(self, size: int, inner: int, place: Placement):
+        super().__init__()
+        take = place.mesh.shard(inner, what="feed-forward channels")
+        parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
+        self.gate_up = ColumnParallelLinear(size, parts, place)
+        self.down = RowParallelLinear(inner, take, size, place)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.down(activation.swiglu(self.gate_up(x_TD)))
+
+    def targets(self, prefix: str) -> Targets:
+        return self.gate_up.targets(prefix) | self.down.targets(f"{prefix}.down_proj")
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer, fused; the inner width of each is divided among the ranks."""
+
+    def __init__(self, count: int, size: int, inner: int, place: Placement):
+        super().__init__()
+        self.inner, self.mesh = inner, place.mesh
+        self.take = place.mesh.shard(inner, what="expert channels")
+        held = self.take.stop - self.take.start
+        self.gate_up = place.empty(count, 2 * held, size)
+        self.down = place.empty(count, size, held)
+
+    def forward(
+        self, x_TD: torch.Tensor, weights_TN: torch.Tensor, ids_TN: torch.Tensor
+    ) -> torch.Tensor:
+        out_TD = experts.routed_experts(x_TD, self.gate_up, self.down, weights_TN, ids_TN)
+        return all_reduce(out_TD, self.mesh)
+
+    def targets(self, prefix: str) -> Targets:
+        size = self.down.shape[1]
+        targets: Targets = {}
+        for e in range(self.down.shape[0]):
+            gate, up = self.gate_up[e].chunk(2)
+            rows, columns = (self.take, EVERYTHING), (EVERYTHING, self.take)
+            for name, into in (("gate_proj", gate), ("up_proj", up)):
+                targets[f"{prefix}.{e}.{name}.weight"] = Target(
+                    into, (self.inner, size), rows, PROJECTION
+                )
+            targets[f"{prefix}.{e}.down_proj.weight"] = Target(
+                self.down[e], (size, self.inner), columns, OUTPUT_PROJECTION
+            )
+        return targets

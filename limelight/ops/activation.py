@@ -1,0 +1,23 @@
+"""SwiGLU, the output gate of Beam's attention, and the soft cap of its logits."""
+
+import torch
+import torch.nn.functional as F
+
+
+def swiglu(gate_up_TF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for a row [gate, up]: [..., 2F] -> [..., F]. FP32, rounded once."""
+    gate_TF, up_TF = gate_up_TF.float().chunk(2, dim=-1)
+    return (F.silu(gate_TF) * up_TF).to(gate_up_TF.dtype)
+
+
+def output_gate(
+    out_THC: torch.Tensor, gate_THC: torch.Tensor, bias_H: torch.Tensor
+) -> torch.Tensor:
+    """out * sigmoid(gate + bias of its head), in FP32, rounded once."""
+    gate_THC = torch.sigmoid(gate_THC.float() + bias_H.float()[:, None])
+    return (out_THC.float() * gate_THC).to(out_THC.dtype)
+
+
+def softcap(logits_TV: torch.Tensor, *, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap): FP32 in, FP32 out."""
+    return torch.tanh(logits_TV / cap) * cap

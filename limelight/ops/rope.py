@@ -1,0 +1,53 @@
+"""What happens to queries and keys between projection and attention.
+
+Per-head RMSNorm, rounded; then, in FP32 and rounded once, one of
+    rotation     x -> [x1 cos - x2 sin, x2 cos + x1 sin] on the halves of a head  (RoFormer, NeoX)
+    SSMax        q -> q * (1 + p / 2048)^0.1, p the position counted from 1  (Scalable-Softmax)
+    nothing      (NoPE)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of the tokens' positions, FP32 [T, 1, C / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotation(positions_T: torch.Tensor, *, head_dim: int, theta: float) -> Rotation:
+    """The angles p * theta^(-2i / head_dim) of each position, FP32."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
+    inv_freq = 1.0 / (theta ** (exponent / head_dim))
+    angles = (positions_T.float()[:, None] * inv_freq)[:, None, :]
+    return Rotation(cos=angles.cos(), sin=angles.sin())
+
+
+def ssmax_scale(positions_T: torch.Tensor) -> torch.Tensor:
+    """(1 + (position + 1) / 2048)^0.1 of zero-based positions: FP32 [T, 1, 1]."""
+    return torch.exp(0.1 * torch.log1p((positions_T.float() + 1.0) / 2048.0))[:, None, None]
+
+
+def qk_norm(
+    qk_TJC: torch.Tensor, weight_JC: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    """RMSNorm of each head on its own weight; queries and keys side by side, J = H + K heads."""
+    y_TJC = F.rms_norm(qk_TJC.float(), qk_TJC.shape[-1:], None, eps) * weight_JC.float()
+    return y_TJC.to(qk_TJC.dtype)
+
+
+def rotate(x_TJC: torch.Tensor, turn: Rotation) -> torch.Tensor:
+    """The rotation of every head in `x_TJC`."""
+    x1, x2 = x_TJC.float().chunk(2, dim=-1)
+    rotated = torch.cat((x1 * turn.cos - x2 * turn.sin, x2 * turn.cos + x1 * turn.sin), dim=-1)
+    return rotated.to(x_TJC.dtype)
+
+
+def scale_queries(q_THC: torch.Tensor, scale_T11: torch.Tensor) -> torch.Tensor:
+    """Queries times a factor of their position, the product in FP32."""
+    return (q_THC.float() * scale_T11).to(q_THC.dtype)

@@ -1,0 +1,22 @@
+"""What ranks exchange; the identity in a world of one."""
+
+import torch
+import torch.distributed as dist
+
+from limelight.parallel.mesh import Mesh
+
+
+def all_reduce(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The sum of every rank's `x`, in place."""
+    if mesh.size > 1:
+        dist.all_reduce(x, group=mesh.group)
+    return x
+
+
+def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Every rank's `x`, joined along the last dimension in the order of the ranks."""
+    if mesh.size == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(mesh.size)]
+    dist.all_gather(parts, x.contiguous(), group=mesh.group)
+    return torch.cat(parts, dim=-1)

@@ -1,0 +1,242 @@
+"""Logits -> tokens: bans, bias and penalties, temperature, min-p, top-k, top-p, seeds, logprobs.
+
+A slot's rules are set when its sequence is admitted and hold nothing of the slot's former user.
+The random number of a token depends on its seed and position alone: not on slot, step, batch or
+preemption.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from limelight.types import Request, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+MASK64 = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number of [0, 1) for one token: SplitMix64 (Steele, Lea and Flood, 2014) of both."""
+    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & MASK64
+    for _ in range(2):
+        x = (x + 0x9E3779B97F4A7C15) & MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+        x ^= x >> 31
+    return (x >> 11) / (1 << 53)
+
+
+@dataclass(slots=True)
+class History:
+    """How often each token stands in a sequence's prompt and output, for the penalties."""
+
+    in_prompt_V: torch.Tensor  # bool
+    counts_V: torch.Tensor  # FP32, of the output
+
+
+@dataclass(slots=True)
+class Rules:
+    """How one slot's tokens are chosen: its request's parameters as the sampler reads them."""
+
+    request: Request
+    output: list[int]  # the tokens made so far
+    ends: list[int]  # tokens that are banned until min_tokens have been made
+    history: History | None = None
+    allowed_V: torch.Tensor | None = None  # bool
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, values
+    plain: bool = field(init=False)  # whether the logits are used as they are
+
+    def __post_init__(self):
+        params = self.request.params
+        self.plain = not (
+            self.history
+            or self.allowed_V is not None
+            or self.bias
+            or self.request.bad_words
+            or params.min_tokens
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.request.params.temperature < GREEDY_BELOW
+
+    def apply(self, logits_V: torch.Tensor) -> None:
+        """Ban, shift and penalize, in place."""
+        params = self.request.params
+        if self.allowed_V is not None:
+            logits_V.masked_fill_(~self.allowed_V, float("-inf"))
+        if len(self.output) < params.min_tokens and self.ends:
+            logits_V[self.ends] = float("-inf")
+        if self.bias is not None:
+            logits_V.index_add_(0, *self.bias)
+        for word in self.request.bad_words:
+            before = len(word) - 1
+            if before == 0 or self.output[-before:] == word[:-1]:
+                logits_V[word[-1]] = float("-inf")
+        if self.history is not None:
+            self._penalize(logits_V, self.history)
+
+    def _penalize(self, logits_V: torch.Tensor, history: History) -> None:
+        params = self.request.params
+        made_V = history.counts_V > 0
+        repeated_V = made_V | history.in_prompt_V
+        penalty = params.repetition_penalty
+        lowered_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+        logits_V.copy_(torch.where(repeated_V, lowered_V, logits_V))
+        logits_V.sub_(history.counts_V, alpha=params.frequency_penalty)
+        logits_V.sub_(made_V.float(), alpha=params.presence_penalty)
+
+    def record(self, token_id: int) -> None:
+        self.output.append(token_id)
+        if self.history is not None:
+            self.history.counts_V[token_id] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one row gave: a token, its log-probabilities if asked for, or why there is none."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class Sampler:
+    """Chooses the next token of each row by the rules of its slot."""
+
+    def __init__(self, *, vocab_size: int, eos_token_ids: list[int], device: torch.device):
+        self.vocab_size, self.device = vocab_size, device
+        self.eos_token_ids = eos_token_ids
+        self.rules: dict[int, Rules] = {}
+
+    def admit(self, slot: int, request: Request, output: list[int]) -> None:
+        """Set the rules of a slot; nothing of its former user stays."""
+        params = request.params
+        ends = list(params.stop_token_ids or [])
+        if not params.ignore_eos:
+            ends += self.eos_token_ids
+        self.rules[slot] = Rules(
+            request=request,
+            output=list(output),
+            ends=ends,
+            history=self._history(request, output) if params.needs_history else None,
+            allowed_V=self._members(params.allowed_token_ids) if params.allowed_token_ids else None,
+            bias=self._bias(params.logit_bias) if params.logit_bias else None,
+        )
+
+    def _members(self, token_ids: list[int]) -> torch.Tensor:
+        members_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        members_V[torch.tensor(token_ids, device=self.device)] = True
+        return members_V
+
+    def _bias(self, logit_bias: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor(list(logit_bias), device=self.device)
+        return ids, torch.tensor(list(logit_bias.values()), device=self.device)
+
+    def _history(self, request: Request, output: list[int]) -> History:
+        counts_V = torch.bincount(
+            torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size
+        ).to(self.device, torch.float32)
+        return History(self._members(request.prompt_token_ids), counts_V)
+
+    def choose(self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]) -> list[Choice]:
+        """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
+        rules = [self.rules[slot] for slot in slots]
+        processed_RV = self._processed(logits_RV, rules)
+        best_R, token_ids = (t.tolist() for t in processed_RV.max(dim=-1))
+        rows = [r for r, rule in enumerate(rules) if not rule.greedy]
+        if rows:
+            drawn = self._draw(processed_RV, rows, rules, positions)
+            for r, token_id in zip(rows, drawn, strict=True):
+                token_ids[r] = token_id
+        logprobs = self._logprobs(logits_RV, rules, token_ids)
+        return [
+            self._settle(rule, best, token_id, logprobs.get(r))
+            for r, (rule, best, token_id) in enumerate(zip(rules, best_R, token_ids, strict=True))
+        ]
+
+    def _settle(
+        self, rule: Rules, best: float, token_id: int, logprobs: TokenLogprobs | None
+    ) -> Choice:
+        if best != best:
+            return Choice(0, error="the model's logits are not numbers")
+        if best == float("-inf"):
+            return Choice(0, error="no token is allowed here")
+        rule.record(token_id)
+        return Choice(token_id, logprobs)
+
+    def _processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
+        if all(rule.plain for rule in rules):
+            return logits_RV
+        processed_RV = logits_RV.clone()
+        for logits_V, rule in zip(processed_RV, rules, strict=True):
+            if not rule.plain:
+                rule.apply(logits_V)
+        return processed_RV
+
+    def _draw(
+        self, logits_RV: torch.Tensor, rows: list[int], rules: list[Rules], positions: list[int]
+    ) -> list[int]:
+        """One token a row, by inversion: the first whose cumulated probability passes u."""
+        params = [rules[r].request.params for r in rows]
+        u_R1 = self._column([uniform(rules[r].request.seed, positions[r]) for r in rows]).double()
+        scaled_RV = logits_RV[rows] / self._column([p.temperature for p in params])
+        ids_RV: torch.Tensor | None = None
+        if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+            scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
+        probs_RV = torch.softmax(scaled_RV, dim=-1)
+        if ids_RV is not None:
+            probs_RV = self._truncate(probs_RV, params)
+        cumulated_RV = probs_RV.double().cumsum(dim=-1)
+        index_R1 = torch.searchsorted(cumulated_RV, u_R1 * cumulated_RV[:, -1:], right=True)
+        # Rounding may leave u at the very end; the last token with a probability is meant.
+        last_R1 = (probs_RV > 0).long().mul(torch.arange(1, probs_RV.shape[1] + 1, device=self.device))
+        index_R1 = torch.minimum(index_R1, last_R1.amax(dim=-1, keepdim=True) - 1).clamp_(min=0)
+        chosen_R1 = index_R1 if ids_RV is None else ids_RV.gather(1, index_R1)
+        return chosen_R1[:, 0].tolist()
+
+    def _truncate(self, probs_RV: torch.Tensor, params: list) -> torch.Tensor:
+        """Zero what min-p, top-k and top-p leave out of rows sorted by falling probability."""
+        kept_RV = probs_RV >= probs_RV[:, :1] * self._column([p.min_p for p in params])
+        top_k = self._column([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
+        kept_RV &= torch.arange(self.vocab_size, device=self.device) < top_k
+        probs_RV = probs_RV * kept_RV
+        probs_RV = probs_RV / probs_RV.sum(dim=-1, keepdim=True)
+        before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+        kept_RV = before_RV < self._column([p.top_p for p in params])
+        kept_RV[:, 0] = True
+        return probs_RV * kept_RV
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+
+    def _logprobs(
+        self, logits_RV: torch.Tensor, rules: list[Rules], token_ids: list[int]
+    ) -> dict[int, TokenLogprobs]:
+        asked = {r: rule.request.params.logprobs for r, rule in enumerate(rules)}
+        rows = {r: count for r, count in asked.items() if count is not None}
+        if not rows:
+            return {}
+        chosen = [token_ids[r] for r in rows]
+        reports = token_logprobs(logits_RV[list(rows)], chosen, list(rows.values()))
+        return dict(zip(rows, reports, strict=True))
+
+
+def token_logprobs(
+    logits_RV: torch.Tensor, token_ids: list[int], counts: list[int]
+) -> list[TokenLogprobs]:
+    """The log-probability and rank of one token a row, and of the `counts[r]` likeliest (-1: all)."""
+    vocab_size = logits_RV.shape[1]
+    wanted = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+    chosen_R1 = logprobs_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device)[:, None])
+    ranks = (logprobs_RV > chosen_R1).sum(dim=-1).add_(1).tolist()
+    top = logprobs_RV.topk(max(wanted), dim=-1)
+    rows = zip(
+        token_ids, chosen_R1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(),
+        wanted, strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprobs(token_id, logprob, rank, list(zip(ids[:count], values[:count], strict=True)))
+        for token_id, logprob, rank, ids, values, count in rows
+    ]

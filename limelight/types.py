@@ -1,0 +1,306 @@
+"""The nouns that travel between the stations of a request's life. No torch here.
+
+`Request -> Sequence -> StepPlan -> (Batch) -> StepResult -> Output`; `models/batch.py` has `Batch`.
+All but `Sequence` are frozen, and all but `Sequence` can cross a process border as msgpack.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestError(ValueError):
+    """A user's mistake: what is wrong, which parameter holds it, and a short code for programs."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False):
+    """Refuse anything that is not a finite number of [low, high], or ]low, high] if `open_low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if value < low or value > high or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low} and at most {high}"
+        raise RequestError(f"{name} must be {bounds}, got {value}", param=name)
+
+
+def _check_integer(name: str, value: int, low: int, high: int):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be from {low} to {high}, got {value}", param=name)
+
+
+MAX_CHOICES = 16_384
+INT64 = 2**63
+# More room than any model has; the engine clamps to what is left of its own length.
+MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end; names and defaults as vLLM's.
+
+    `logprobs=n` reports the n likeliest tokens beside the chosen one (0: the chosen one alone,
+    -1: the whole vocabulary). Log-probabilities are those of the model, before penalties, masks
+    and temperature. `stop` and `bad_words` are texts; the front turns `bad_words` into ids.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: as many as fit
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self):
+        _check_integer("n", self.n, 1, MAX_CHOICES)
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_integer("top_k", self.top_k, -1, MAX_TOKENS)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -INT64, INT64 - 1)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}",
+                    param="min_tokens",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _check_integer(name, count, -1, MAX_TOKENS)
+        self._check_lists()
+
+    def _check_lists(self):
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            if texts is None or (name == "stop" and isinstance(texts, str) and texts):
+                continue
+            if not isinstance(texts, (list, tuple)) or not all(
+                isinstance(text, str) and text for text in texts
+            ):
+                raise RequestError(f"{name} must be a list of non-empty strings", param=name)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _check_integer(name, token_id, 0, MAX_TOKENS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids must name at least one token", param="allowed_token_ids"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_integer("logit_bias", token_id, 0, MAX_TOKENS)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """`stop` as a list, whatever form it was given in."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice of a token depends on how often each token has come before."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate: a request with `n` choices reaches the engine as n of these.
+
+    `max_tokens` is resolved (it fits the model's length), `seed` is this choice's own, and
+    `bad_words` are token ids. `arrival` is `time.monotonic()`, comparable across processes.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    bad_words: list[list[int]] = field(default_factory=list)
+    priority: int = 0  # a lower number goes first
+    cache_salt: str = ""
+    arrival: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request inside the engine: what has been generated, computed and given to it.
+
+    `num_computed` positions have their keys and values in the cache. `block_tables[g][i]` is the
+    block of group g that holds positions [i * block_size, (i + 1) * block_size), or None once the
+    window has left it behind.
+    """
+
+    request: Request
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # positions that the prefix cache gave at the first admission
+    slot: int | None = None  # its row in the runner, while it runs
+    block_tables: list[list[int | None]] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, one a full block
+    num_published: int = 0  # leading blocks that the prefix cache knows
+    num_shared: int = 0  # leading positions that another sequence had before, cached or not
+    num_preemptions: int = 0
+    first_scheduled: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids + self.output_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that takes a slot this step: all that the runner must know of it until it leaves.
+
+    `output_token_ids` is not empty when it comes back from a preemption.
+    """
+
+    slot: int
+    request: Request
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the scheduler gives one sequence this step: compute `num_tokens` positions from `start`.
+
+    `tables[g]` is (first index, block ids): the entries of group g's block table that changed since
+    the last grant. With `samples` the last position yields the next token.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    tables: list[tuple[int, list[int]]]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the engine; no token ids but those of admissions, so it can be made a step early."""
+
+    admissions: list[Admission] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(grant.num_tokens for grant in self.grants)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there, and of the likeliest ones.
+
+    `rank` counts from 1. `top` has (token id, log-probability), likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one grant gave: tokens where it samples, log-probabilities where they were asked for.
+
+    `prompt_logprobs` are those of positions start + 1 .. start + num_tokens as far as the prompt
+    goes. `error` ends this sequence alone.
+    """
+
+    slot: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One `Sampled` for each grant of the plan, in its order."""
+
+    sampled: list[Sampled]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """News of one request: the tokens of one step, and the reason if these were its last.
+
+    `prompt_logprobs` starts with None (nothing predicts the first token) and comes once, whole.
+    `stop_reason` is the stop token's id, or None for an end-of-sequence token.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached: int = 0
+    queued_seconds: float = 0.0  # from arrival to the first grant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine's state after a step, for metrics and for admission at the door."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    cache_usage: float = 0.0  # share of the KV blocks in use, 0 to 1
+    preemptions: int = 0  # since the start, as all below
+    prefix_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_hits: int = 0  # tokens found there
+    steps: int = 0
+    step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the front must know of the loaded model."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    dtype: str
