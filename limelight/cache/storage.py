@@ -36,7 +36,7 @@ class KVStorage:
         slots = (num_blocks + 1) * shape.size
         # Zeros, so that a masked key of the null block is a number: 0 * NaN would not vanish.
         self.pool = torch.zeros(
-            shape.rows, 2, slots, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device
+            shape.rows, 2, shape.kv_heads, slots, shape.head_dim, dtype=shape.dtype, device=device
         )
         self.groups, self.shape, self.num_blocks = groups, shape, num_blocks
         self.group_of_layer = [0] * sum(len(group.layers) for group in groups)

@@ -48,11 +48,16 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def resolve_dtype(asked: str, auto: str, *, what: str) -> torch.dtype:
-    name = auto if asked == "auto" else asked
+def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
+    auto = "float32" if device.type == "cpu" else model.dtype
+    return _dtype(auto if config.dtype == "auto" else config.dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
-        raise ValueError(f"{what} {name} is not supported; choose one of {', '.join(dtypes)}")
+        raise ValueError(f"dtype {name} is not supported; choose one of {', '.join(dtypes)}")
     return dtypes[name]
 
 
@@ -70,18 +75,17 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     folders = Folders.of(config)
     architecture, model = read_config(folders.config)
     device = resolve_device(config)
-    dtype = resolve_dtype(config.dtype, model.dtype, what="dtype")
+    dtype = resolve_dtype(config, model, device)
     mesh = Mesh.single()
     outline = build(architecture, model, Placement(mesh, dtype, torch.device("meta")))
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
-    kv_dtype = resolve_dtype(config.kv_cache_dtype, str(dtype)[6:], what="kv_cache_dtype")
     block = BlockShape(
         rows=max(len(group.layers) for group in groups),
         size=config.block_size,
         kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=model.head_dim,
-        dtype=kv_dtype,
+        dtype=dtype if config.kv_cache_dtype == "auto" else _dtype(config.kv_cache_dtype),
     )
     length = resolve_length(config, model)
     plan = MemoryPlan(
@@ -146,7 +150,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
     plan.check()
     folders, device = Folders.of(config), resolve_device(config)
     architecture, shape = read_config(folders.config)
-    dtype = resolve_dtype(config.dtype, shape.dtype, what="dtype")
+    dtype = resolve_dtype(config, shape, device)
     model = load_model(
         folders.weights,
         Placement(Mesh.single(), dtype, device),

@@ -1,6 +1,6 @@
 """What happens to queries and keys between projection and attention.
 
-Per-head RMSNorm, rounded; then, in FP32 and rounded once, one of
+After the norm of each head, in FP32 and rounded once, one of
     rotation     x -> [x1 cos - x2 sin, x2 cos + x1 sin] on the halves of a head  (RoFormer, NeoX)
     SSMax        q -> q * (1 + p / 2048)^0.1, p the position counted from 1  (Scalable-Softmax)
     nothing      (NoPE)
@@ -9,7 +9,6 @@ Per-head RMSNorm, rounded; then, in FP32 and rounded once, one of
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,6 @@ def rotation(positions_T: torch.Tensor, *, head_dim: int, theta: float) -> Rotat
 def ssmax_scale(positions_T: torch.Tensor) -> torch.Tensor:
     """(1 + (position + 1) / 2048)^0.1 of zero-based positions: FP32 [T, 1, 1]."""
     return torch.exp(0.1 * torch.log1p((positions_T.float() + 1.0) / 2048.0))[:, None, None]
-
-
-def qk_norm(
-    qk_TJC: torch.Tensor, weight_JC: torch.Tensor, *, eps: float
-) -> torch.Tensor:
-    """RMSNorm of each head on its own weight; queries and keys side by side, J = H + K heads."""
-    y_TJC = F.rms_norm(qk_TJC.float(), qk_TJC.shape[-1:], None, eps) * weight_JC.float()
-    return y_TJC.to(qk_TJC.dtype)
 
 
 def rotate(x_TJC: torch.Tensor, turn: Rotation) -> torch.Tensor:

@@ -122,7 +122,6 @@ class ModelRunner:
                     slots_T=torch.from_numpy(slots_T).to(self.device),
                     block_size=self.block_size,
                     window=group.window,
-                    device=self.device,
                 )
             )
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)

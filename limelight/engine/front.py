@@ -1,0 +1,225 @@
+"""What stands between a user and the engine: requests checked on the way in, answers as they grow.
+
+The server and `LLM` share it; it knows nothing of HTTP, of processes or of tensors.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from limelight.text.stream import TextStream
+from limelight.text.tokenizer import Tokenizer
+from limelight.types import (
+    INT64,
+    FinishReason,
+    ModelInfo,
+    Output,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+def make_requests(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    *,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> list[Request]:
+    """The `params.n` sequences of one question, ready for the engine.
+
+    Their ids are `request_id`, or `request_id`-0 and so on. The answer is cut to the room that the
+    prompt leaves; choice i has the seed `params.seed` + i. Raises `RequestError`.
+    """
+    max_tokens = _resolve_max_tokens(len(prompt_token_ids), params, info)
+    _check_ids("prompt", prompt_token_ids, info)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _check_ids(name, getattr(params, name) or (), info)
+    if tokenizer is None and params.stop_texts:
+        raise RequestError("stop texts need a tokenizer, and this model has none", param="stop")
+    bad_words = _bad_word_ids(params.bad_words or [], tokenizer, info)
+    arrival = time.monotonic()
+    return [
+        Request(
+            id=request_id if params.n == 1 else f"{request_id}-{index}",
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=_seed(params, index),
+            bad_words=bad_words,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=arrival,
+        )
+        for index in range(params.n)
+    ]
+
+
+def _check_ids(name: str, token_ids: Iterable[int], info: ModelInfo):
+    for token_id in token_ids:
+        if type(token_id) is not int:
+            raise RequestError(f"{name}: {token_id!r:.50} is not a token id", param=name)
+        if not 0 <= token_id < info.vocab_size:
+            raise RequestError(
+                f"{name}: token id {token_id} is out of the vocabulary; "
+                f"ids go from 0 to {info.vocab_size - 1}",
+                param=name,
+            )
+
+
+def _resolve_max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
+    """How many tokens the answer may have; a prompt must leave room for one."""
+    limit = info.max_model_len
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty", param="prompt")
+    if num_prompt >= limit:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; this model takes {limit} tokens of prompt and "
+            f"answer together, so at most {limit - 1} of prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    room = limit - num_prompt
+    if params.max_tokens is None:
+        return room
+    if params.max_tokens > limit:
+        raise RequestError(
+            f"max_tokens {params.max_tokens} is more than the {limit} tokens of prompt and answer "
+            "together that this model takes",
+            param="max_tokens",
+        )
+    return min(params.max_tokens, room)
+
+
+def _seed(params: SamplingParams, index: int) -> int:
+    if params.seed is None:
+        return secrets.randbits(63)
+    return (params.seed + index + INT64) % (2 * INT64) - INT64
+
+
+def _bad_word_ids(
+    words: list[str], tokenizer: Tokenizer | None, info: ModelInfo
+) -> list[list[int]]:
+    """The ids that spell each word at a text's start, and those that spell it after a blank.
+
+    As vLLM has it, the second only where the blank joins the first token instead of adding one.
+    """
+    if not words:
+        return []
+    if tokenizer is None:
+        raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
+    spelled = []
+    for word in words:
+        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        if not bare:
+            raise RequestError(f"bad_words: {word!r:.50} has no tokens", param="bad_words")
+        after_blank = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+        spelled.append(bare)
+        if len(after_blank) == len(bare) and after_blank[0] != bare[0]:
+            spelled.append(after_blank)
+    for ids in spelled:
+        _check_ids("bad_words", ids, info)
+    return spelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one output adds to a choice; `text` may lag behind `token_ids` and `logprobs`."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    error: str | None = None
+
+
+class Choice:
+    """One answer as it grows; its fields are the sum of the deltas that `take` gave.
+
+    Without a tokenizer `text` stays empty. `num_cached` is in prompt tokens.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_cached = 0
+        self.error: str | None = None
+        self._texts: list[str] = []
+        params = request.params
+        self._include_stop = params.include_stop_str_in_output
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            self._stream = TextStream(
+                tokenizer,
+                stop=params.stop_texts,
+                include_stop=self._include_stop,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
+
+    def take(self, output: Output) -> Delta:
+        """Add what the engine made; once the choice has ended, nothing adds to it any more.
+
+        A stop text ends it here, with finish_reason "stop": the engine is then to be told.
+        """
+        assert output.request_id == self.request.id, f"{output.request_id} is another request"
+        if self.finish_reason is not None:
+            return Delta()
+        text, num_tokens, stop = self._read(output)
+        delta = Delta(
+            text=text,
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=None if output.logprobs is None else output.logprobs[:num_tokens],
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=output.finish_reason if stop is None else "stop",
+            stop_reason=output.stop_reason if stop is None else stop,
+            num_cached=output.num_cached,
+            error=output.error,
+        )
+        self._add(delta)
+        return delta
+
+    def _read(self, output: Output) -> tuple[str, int, str | None]:
+        """The new text, how many of the output's tokens count, and the stop text that ended it."""
+        token_ids = output.token_ids
+        if self._stream is None:
+            return "", len(token_ids), None
+        # The token that ended the answer is no part of its text, as little as a stop text.
+        ended_by_token = output.finish_reason == "stop" and not self._include_stop
+        part = self._stream.push(token_ids[:-1] if ended_by_token else token_ids)
+        if part.stop is not None:
+            return part.text, part.num_tokens, part.stop
+        rest = self._stream.finish() if output.finish_reason is not None else ""
+        return part.text + rest, len(token_ids), None
+
+    def _add(self, delta: Delta):
+        self._texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.num_cached = max(self.num_cached, delta.num_cached)
+        self.error = delta.error

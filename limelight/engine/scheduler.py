@@ -1,0 +1,267 @@
+"""Who computes how many tokens in the next step, and in which blocks. Integers only, no torch."""
+
+import time
+from bisect import insort_left, insort_right
+from heapq import heapify, heappop, heappush
+from typing import Literal, TypedDict
+
+from limelight.cache.groups import CacheGroups, Hit
+from limelight.types import Admission, Grant, Sequence, StepPlan
+
+
+class SchedulerStats(TypedDict):
+    """What `EngineStats` tells of the scheduler; the last three count from the start."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    cache_usage: float
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Scheduler:
+    """Admits, cuts prompts into chunks, preempts: continuous batching in one order throughout.
+
+    The order is by arrival, or by priority and then arrival. Running sequences come first, each
+    with at least one token a step; when the blocks run out, the last one in order gives all of its
+    own back and will be computed anew. `schedule` makes a plan and `advance` says that it has run
+    or is sure to run before any later plan, so a plan can be made before the tokens of the one
+    before are known. Only sequences that wait for a prefix in the making are overtaken.
+    """
+
+    def __init__(
+        self,
+        groups: CacheGroups,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+    ):
+        least, num_blocks = groups.blocks_for_length(max_model_len, 1), groups.pool.num_blocks
+        if num_blocks < least:
+            raise ValueError(
+                f"the KV cache has {num_blocks} blocks, and one sequence of max_model_len "
+                f"{max_model_len} tokens needs {least}: lower max_model_len to "
+                f"{groups.longest_sequence(max_model_len)}, or give the cache more memory"
+            )
+        self.groups = groups
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len, self.policy = max_model_len, policy
+        self.running: dict[int, Sequence] = {}  # by slot
+        self._sequences: dict[str, Sequence] = {}  # by request, running or waiting
+        self._ordered: list[Sequence] = []  # the running ones
+        self._waiting: list[Sequence] = []
+        self._waiting_tokens = 0
+        self._slots = list(range(max_num_seqs))
+        heapify(self._slots)
+        # Blocks that this plan fills, by index: whoever begins with the same waits for them.
+        self._filling: dict[int, set[bytes]] = {}
+        # The sequence that found too few blocks last time, and how many there were.
+        self._refused: tuple[Sequence, int] | None = None
+        self._preemptions = self._prefix_queries = self._prefix_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence runs or waits."""
+        return bool(self._sequences)
+
+    def stats(self) -> SchedulerStats:
+        """The state after a step; prefix figures count the first admission of each sequence."""
+        pool = self.groups.pool
+        return SchedulerStats(
+            running=len(self._ordered),
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting_tokens,
+            cache_usage=1 - pool.num_free / pool.num_blocks,
+            preemptions=self._preemptions,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def add(self, sequence: Sequence):
+        """Queue a sequence; ValueError if it cannot fit the model or its id is in use."""
+        request, length = sequence.request, sequence.num_prompt
+        if length < 1 or length + request.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request.id!r} has {length} prompt tokens and asks for "
+                f"{request.max_tokens}; from 1 to max_model_len {self.max_model_len} in all fit"
+            )
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r} is already being served")
+        self._sequences[request.id] = sequence
+        insort_right(self._waiting, sequence, key=self._order)
+        self._waiting_tokens += length
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a request wherever it stands; None if it is not here."""
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self.finish(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence):
+        """Take a sequence out and give its slot and blocks back."""
+        del self._sequences[sequence.request.id]
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+            self._waiting_tokens -= sequence.num_prompt
+        else:
+            self._ordered.remove(sequence)
+            self._vacate(sequence)
+
+    def schedule(self) -> StepPlan:
+        """The next step; without grants if there is nothing to do."""
+        plan = StepPlan()
+        self._filling.clear()
+        preemptions = self._preemptions
+        spare = self._continue_running(plan)
+        if self._waiting and preemptions == self._preemptions:
+            self._admit_waiting(plan, spare)
+        return plan
+
+    def advance(self, plan: StepPlan):
+        """The granted positions are computed; sequences finished since `schedule` are passed by."""
+        for grant in plan.grants:
+            if (sequence := self.running.get(grant.slot)) is not None:
+                self.groups.advance(sequence, grant.start + grant.num_tokens)
+
+    def check(self):
+        """Assert that queues, slots and blocks agree."""
+        assert sorted(self._slots + list(self.running)) == list(range(self.max_num_seqs))
+        assert len(self._ordered) == len(self.running) <= self.max_num_batched_tokens
+        assert all(self.running[s.slot] is s for s in self._ordered if s.slot is not None)
+        assert all(s.slot is None and not s.block_tables for s in self._waiting)
+        assert self._waiting_tokens == sum(s.num_prompt for s in self._waiting)
+        assert len(self._sequences) == len(self._ordered) + len(self._waiting)
+        for queue in (self._ordered, self._waiting):
+            assert queue == sorted(queue, key=self._order)
+        self.groups.check(self._ordered)
+
+    def _order(self, sequence: Sequence) -> tuple[int, float]:
+        request = sequence.request
+        return (request.priority if self.policy == "priority" else 0), request.arrival
+
+    def _continue_running(self, plan: StepPlan) -> int:
+        """Grant to the running sequences; the tokens that are left of the step's budget."""
+        # One token is set aside for each, so a long prompt stops no one's decoding.
+        spare = self.max_num_batched_tokens - len(self._ordered)
+        index = 0
+        while index < len(self._ordered):
+            sequence = self._ordered[index]
+            count = min(self._wanted(sequence), 1 + spare)
+            if count > 0 and (count := self._make_room(sequence, count)) > 0:
+                spare -= count - 1
+                tables = self.groups.grow(sequence, sequence.num_computed + count)
+                self._grant(plan, sequence, count, tables)
+            index += 1
+        return spare
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Tokens that it can compute now."""
+        left = sequence.num_tokens - sequence.num_computed
+        if left > 0:
+            return left
+        # Its last token is still being sampled: on to the next one, if there will be one.
+        made = sequence.num_computed + 1 - sequence.num_prompt
+        return int(made < sequence.request.max_tokens)
+
+    def _make_room(self, sequence: Sequence, count: int) -> int:
+        """Preempt from the end until `sequence` can compute something; how much of `count`."""
+        while (room := self.groups.room(sequence)) <= 0:
+            last = self._ordered.pop()
+            self._preempt(last)
+            if last is sequence:
+                return 0
+        return min(count, room)
+
+    def _preempt(self, sequence: Sequence):
+        """Back to its place in the queue, with its tokens and without its blocks."""
+        self._vacate(sequence)
+        sequence.num_preemptions += 1
+        self._preemptions += 1
+        insort_left(self._waiting, sequence, key=self._order)
+        self._waiting_tokens += sequence.num_prompt
+
+    def _vacate(self, sequence: Sequence):
+        assert sequence.slot is not None
+        del self.running[sequence.slot]
+        heappush(self._slots, sequence.slot)
+        sequence.slot = None
+        self.groups.release(sequence)
+
+    def _admit_waiting(self, plan: StepPlan, spare: int):
+        """Let sequences in while there are slots, tokens, and blocks for all that they know."""
+        groups, passed = self.groups, 0
+        while spare > 0 and self._slots and passed < min(len(self._waiting), self.max_num_seqs):
+            sequence = self._waiting[passed]
+            if self._prefix_in_the_making(sequence):
+                passed += 1
+                continue
+            if (hit := self._affordable_hit(sequence)) is None:
+                break
+            del self._waiting[passed]
+            self._admit(plan, sequence, hit)
+            count = min(sequence.num_tokens - sequence.num_computed, spare, groups.room(sequence))
+            spare -= count
+            groups.grow(sequence, sequence.num_computed + count)
+            self._grant(plan, sequence, count, groups.entries(sequence))
+            if sequence.num_computed + count < sequence.num_tokens:
+                break
+
+    def _affordable_hit(self, sequence: Sequence) -> Hit | None:
+        """Its cached beginning, or None if there are too few free blocks for the rest."""
+        free, alone = self.groups.pool.num_free, not self._ordered
+        if self._refused is not None and not alone:
+            refused, free_then = self._refused
+            if refused is sequence and free <= free_then:
+                return None
+        hit = self.groups.match(sequence)
+        needed = self.groups.blocks_needed(sequence, hit, self.max_num_batched_tokens)
+        # Alone it runs on what there is, by smaller chunks.
+        if needed > free and not alone:
+            self._refused = sequence, free
+            return None
+        return hit
+
+    def _prefix_in_the_making(self, sequence: Sequence) -> bool:
+        """Whether this plan fills a block that the next one can give it: no need to do it twice."""
+        return self.groups.reads_prefix(sequence) and any(
+            (index + 1) * self.groups.block_size < sequence.num_tokens
+            and self.groups.block_hash(sequence, index) in digests
+            for index, digests in self._filling.items()
+        )
+
+    def _admit(self, plan: StepPlan, sequence: Sequence, hit: Hit):
+        request = sequence.request
+        self._waiting_tokens -= sequence.num_prompt
+        self._refused = None
+        self.groups.take(sequence, hit)
+        sequence.slot = heappop(self._slots)
+        self.running[sequence.slot] = sequence
+        insort_right(self._ordered, sequence, key=self._order)
+        plan.admissions.append(Admission(sequence.slot, request, list(sequence.output_token_ids)))
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = time.monotonic()
+            sequence.num_cached = hit.num_tokens
+            if self.groups.reads_prefix(sequence):
+                self._prefix_queries += sequence.num_tokens
+                self._prefix_hits += hit.num_tokens
+
+    def _grant(
+        self,
+        plan: StepPlan,
+        sequence: Sequence,
+        count: int,
+        tables: list[tuple[int, list[int]]],
+    ):
+        """Let it compute `count` positions, for which `tables` has the new entries."""
+        assert sequence.slot is not None
+        start, end = sequence.num_computed, sequence.num_computed + count
+        samples = end >= sequence.num_tokens
+        plan.grants.append(Grant(sequence.slot, start, count, tables, samples))
+        first = start // self.groups.block_size
+        if count > 1 and end // self.groups.block_size > first and self.groups.prefix_caching:
+            digest = self.groups.block_hash(sequence, first)
+            self._filling.setdefault(first, set()).add(digest)

@@ -1,0 +1,125 @@
+"""The paged and the packed form agree with the equation written out in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from limelight.ops.attention import LayerCache, PagedLayout, packed_attention, paged_attention
+
+
+def by_the_equation(q, k, v, *, window, sinks, scale):
+    """One sequence, key by key: q [L, H, C], k and v [L, K, C], float64."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    for i in range(len(q)):
+        first = 0 if window is None else max(0, i - window + 1)
+        for h in range(q.shape[1]):
+            scores = [float(q[i, h] @ k[j, h // group]) * scale for j in range(first, i + 1)]
+            weights = [math.exp(score) for score in scores]
+            total = sum(weights) + (0 if sinks is None else math.exp(float(sinks[h])))
+            for j, weight in enumerate(weights):
+                out[i, h] += weight / total * v[first + j, h // group]
+    return out
+
+
+def sequence(length, heads=6, kv_heads=2, size=8):
+    return tuple(torch.randn(length, n, size, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("sinks", [None, torch.randn(6)], ids=["no-sinks", "sinks"])
+def test_packed_sequences_attend_to_themselves_alone(window, sinks):
+    lengths = [1, 13, 30]
+    parts = [sequence(n) for n in lengths]
+    q, k, v = (torch.cat(column).float() for column in zip(*parts, strict=True))
+    out = packed_attention(q, k, v, lengths, window=window, sinks_H=sinks, scale=0.3)
+    expected = torch.cat(
+        [by_the_equation(*part, window=window, sinks=sinks, scale=0.3) for part in parts]
+    )
+    assert (out - expected).abs().max() < 1e-5
+
+
+class Pages:
+    """A cache of poisoned pages in random order, for one layer and several sequences."""
+
+    def __init__(self, sequences, *, block_size, window, seed=0):
+        self.sequences, self.size, self.window = sequences, block_size, window
+        per = [-(-len(k) // block_size) for _, k, _ in sequences]
+        order = np.random.default_rng(seed).permutation(sum(per)) + 1
+        self.table = np.zeros((len(sequences), max(per)), dtype=np.int64)
+        for b, count in enumerate(per):
+            self.table[b, :count], order = order[:count], order[count:]
+        slots = (sum(per) + 1) * block_size
+        keys = torch.full((2, slots, 8), float("nan"))
+        keys[:, :block_size] = 0.0
+        self.cache = LayerCache(keys, keys.clone())
+
+    def attend(self, starts, ends, **options):
+        """Run one step that computes [starts[b], ends[b]) of each sequence."""
+        spans = [np.arange(a, b) for a, b in zip(starts, ends, strict=True)]
+        slots = np.concatenate(
+            [
+                self.table[b, span // self.size] * self.size + span % self.size
+                for b, span in enumerate(spans)
+            ]
+        )
+        q, k, v = (
+            torch.cat([part[span] for part, span in zip(column, spans, strict=True)]).float()
+            for column in zip(*self.sequences, strict=True)
+        )
+        layout = PagedLayout(
+            self.table, list(ends), [len(span) for span in spans], torch.from_numpy(slots),
+            self.size, self.window,
+        )  # fmt: skip
+        self.cache.write(layout.slots_T, k, v)
+        return paged_attention(q, self.cache, layout, **options).split(list(map(len, spans)))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 17, 300])
+@pytest.mark.parametrize("sinks", [None, torch.randn(6)], ids=["no-sinks", "sinks"])
+def test_chunks_and_single_tokens_over_pages_give_what_the_whole_gives(window, sinks):
+    lengths = [200, 37, 1, 150]
+    parts = [sequence(n) for n in lengths]
+    pages = Pages(parts, block_size=5, window=window)
+    expected = [by_the_equation(*part, window=window, sinks=sinks, scale=0.3) for part in parts]
+    # A prompt piece, one token each (neighbours and apart), and the rest, in ragged steps.
+    steps = [(0, 0, 0, 0), (160, 20, 1, 1), (161, 21, 1, 2), (200, 22, 1, 150), (200, 37, 1, 150)]
+    for starts, ends in zip(steps, steps[1:], strict=False):
+        outs = pages.attend(starts, ends, sinks_H=sinks, scale=0.3)
+        for out, want, a, b in zip(outs, expected, starts, ends, strict=True):
+            assert out.shape[0] == b - a
+            if b > a:
+                assert (out - want[a:b]).abs().max() < 1e-5
+
+
+def test_a_window_hides_the_token_just_outside_it():
+    window, length = 9, 40
+    q, k, v = sequence(length)
+    for distance, seen in ((window - 1, True), (window, False)):
+        changed = k.clone()
+        changed[length - 1 - distance] += 3.0
+        outs = [
+            packed_attention(
+                q.float(), keys.float(), v.float(), [length], window=window, sinks_H=None, scale=0.3
+            )[-1]
+            for keys in (k, changed)
+        ]
+        assert torch.equal(*outs) != seen
+
+
+def test_a_large_sink_takes_all_and_a_low_one_nothing():
+    q, k, v = (part.float() for part in sequence(20))
+    plain = packed_attention(q, k, v, [20], window=None, sinks_H=None, scale=0.3)
+    for value, expected in ((-1e30, plain), (80.0, torch.zeros_like(plain))):
+        sinks = torch.full((6,), value)
+        out = packed_attention(q, k, v, [20], window=None, sinks_H=sinks, scale=0.3)
+        assert (out - expected).abs().max() < 1e-6
+
+
+def test_attention_is_differentiable_to_its_sinks():
+    parts = [part.float().requires_grad_() for part in sequence(11)]
+    sinks = torch.randn(6, requires_grad=True)
+    packed_attention(*parts, [4, 7], window=3, sinks_H=sinks, scale=0.3).square().sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in (*parts, sinks))
