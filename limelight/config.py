@@ -53,7 +53,8 @@ class EngineConfig:
     revision: str | None = setting(None, "commit, branch or tag of a model on the hub")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda where there is one")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "precision of weights and activations; auto: as the checkpoint says"
+        "auto",
+        "precision of weights and activations; auto: float32 on a CPU, elsewhere the checkpoint's",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = setting(
         "auto", "dummy: random weights with realistic statistics, from config.json alone"

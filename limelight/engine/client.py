@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class EngineClient:
             raise EngineDead(self._fault)
         return self.info
 
-    async def submit(self, request: Request) -> AsyncIterator[Output]:
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The outputs of a request, the last with its finish reason; leaving early aborts it."""
         if self._fault is not None:
             raise EngineDead(self._fault)

@@ -105,6 +105,8 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model and its memory; the object is of no use afterwards."""
+        if self.template is not None:
+            self.template.close()
         self.__dict__.pop("engine", None)
 
     def generate(

@@ -7,6 +7,7 @@ standard input closes, and this process ends too.
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -73,12 +74,13 @@ class Reporter:
             self.send(Report(phase=self.phase, percent=self.percent, step_seconds=seconds))
 
 
-def end_with_parent() -> None:
+def end_with_parent(folder: str) -> None:
     """Leave at once when the parent's end of standard input closes, however it ended."""
 
     def watch() -> None:
         while os.read(0, 4096):
             continue
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -113,7 +115,7 @@ def main(arguments: list[str]) -> int:
     folder, config_json = arguments
     # The parent decides when to end, also when a terminal sends its interrupt to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    end_with_parent(folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     context = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)

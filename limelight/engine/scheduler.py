@@ -2,7 +2,7 @@
 
 import time
 from bisect import insort_left, insort_right
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Literal, TypedDict
 
 from limelight.cache.groups import CacheGroups, Hit
@@ -55,8 +55,7 @@ class Scheduler:
         self._ordered: list[Sequence] = []  # the running ones
         self._waiting: list[Sequence] = []
         self._waiting_tokens = 0
-        self._slots = list(range(max_num_seqs))
-        heapify(self._slots)
+        self._slots = list(range(max_num_seqs))  # a heap
         # Blocks that this plan fills, by index: whoever begins with the same waits for them.
         self._filling: dict[int, set[bytes]] = {}
         # The sequence that found too few blocks last time, and how many there were.
@@ -133,6 +132,7 @@ class Scheduler:
         assert len(self._ordered) == len(self.running) <= self.max_num_batched_tokens
         assert all(self.running[s.slot] is s for s in self._ordered if s.slot is not None)
         assert all(s.slot is None and not s.block_tables for s in self._waiting)
+        assert all(s.num_computed == 0 for s in self._waiting)
         assert self._waiting_tokens == sum(s.num_prompt for s in self._waiting)
         assert len(self._sequences) == len(self._ordered) + len(self._waiting)
         for queue in (self._ordered, self._waiting):

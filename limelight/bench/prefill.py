@@ -1,0 +1,58 @@
+"""`limelight bench prefill`: from submitting prompts until the last of them has a first token."""
+
+import argparse
+import random
+import time
+
+from limelight.bench import workload
+from limelight.bench.workload import Steps
+
+
+def add_flags(parser: argparse.ArgumentParser):
+    """The flags of this benchmark alone."""
+    flag = parser.add_argument
+    flag("--batch", type=int, nargs="+", default=[1, 8], help="prompts at once (default: 1 8)")
+    flag("--context", type=int, nargs="+", default=[2048], help="prompt tokens (default: 2048)")
+    flag("--rounds", type=int, default=5, help="timed rounds, after one untimed (default: 5)")
+    flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, object]]:
+    """A row for each batch and context."""
+    from limelight.bench.record import spread
+
+    rng = random.Random(args.prompt_seed)
+    rows = []
+    llm, config = workload.open_engine(args)
+    with llm:
+        for context in args.context:
+            for batch in args.batch:
+                seconds = []
+                for _ in range(1 + args.rounds):
+                    prompts = workload.random_prompts(
+                        rng, batch=batch, context=context, vocab=llm.info.vocab_size
+                    )
+                    seconds.append(time_prefill(llm.engine, prompts))
+                rows.append(
+                    workload.labels(config, llm.info.dtype)
+                    | {
+                        "batch": batch,
+                        "context": context,
+                        "engine": "limelight",
+                        "ttft_ms": spread([1e3 * value for value in seconds[1:]]),
+                        "tokens_per_s": spread([batch * context / value for value in seconds[1:]]),
+                    }
+                )
+    return rows
+
+
+def time_prefill(engine: Steps, prompts: list[list[int]]) -> float:
+    """Seconds from submitting all `prompts` until the last one has its token."""
+    start = time.perf_counter()
+    tokens = workload.submit(engine, prompts, max_tokens=1)
+    while not all(tokens.values()):
+        workload.collect(engine.step(), tokens)
+    seconds = time.perf_counter() - start
+    while engine.has_work:
+        engine.step()
+    return seconds

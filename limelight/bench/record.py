@@ -1,0 +1,119 @@
+"""What every benchmark leaves: a table to read, and one JSON object to keep."""
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from limelight import __version__
+
+PACKAGES = ("torch", "triton", "transformers")
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile and number of `values`, to four significant digits."""
+    if not values:
+        raise ValueError("nothing was measured")
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
+    figures = {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
+    return {name: float(f"{value:.4g}") for name, value in figures.items()} | {"n": len(values)}
+
+
+def record(bench: str, argv: list[str], rows: list[dict[str, object]]) -> dict[str, object]:
+    """The JSON object of one run of `limelight bench BENCH`, given as `argv`."""
+    return {
+        "bench": bench,
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": shlex.join(["limelight", *argv]),
+        "rows": rows,
+    }
+
+
+def machine() -> dict[str, object]:
+    """The GPU and its driver, if there is one, and the CPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    names = [line.split(", ") for line in _output_of(query).splitlines()]
+    return {
+        "gpu": names[0][0] if names else None,
+        "gpus": len(names),
+        "driver": names[0][1] if names else None,
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, of ours, and of the packages that a figure depends on."""
+    found = {"python": platform.python_version(), "limelight": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that runs, with "-dirty" if it was changed; None outside one."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    # An installed copy may lie inside a checkout of something else.
+    if not _output_of([*git, "ls-files", "--", Path(__file__).name]):
+        return None
+    head = _output_of([*git, "rev-parse", "--short=12", "HEAD"])
+    changed = _output_of([*git, "status", "--porcelain", "--untracked-files=no"])
+    return head + ("-dirty" if changed else "") if head else None
+
+
+def _output_of(command: list[str]) -> str:
+    """What a command prints; nothing if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def show(bench: str, rows: list[dict[str, object]]):
+    """Print what all rows share, then a table of the rest, with the medians of their figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = {column: [_cell(row.get(column)) for row in rows] for column in columns}
+    shared = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
+    facts = ", ".join(f"{column} {cells[column][0]}" for column in shared)
+    console, table = Console(highlight=False), Table()
+    for column in columns:
+        if column not in shared:
+            table.add_column(column, justify="right", overflow="fold")
+    for row in zip(*(cells[column] for column in columns if column not in shared), strict=True):
+        table.add_row(*row)
+    console.print(f"{bench}: {facts}" if facts else bench, markup=False)
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, dict):
+        return "" if value is None else str(value)
+    tenths = f" ({value['p10']:.3g}-{value['p90']:.3g})" if value["n"] > 1 else ""
+    return f"{value['median']:.4g}{tenths}"
+
+
+def save(path: str, result: dict[str, object]):
+    """Write the object to `path`."""
+    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,74 @@
+"""What the decode and the prefill benchmark share: an engine, random prompts, and row labels."""
+
+import argparse
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from limelight.config import EngineConfig
+from limelight.flags import config_from
+from limelight.types import Output, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from limelight.engine.llm import LLM
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+class Steps(Protocol):
+    """What a benchmark needs of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> Output | None: ...
+    def step(self) -> list[Output]: ...
+
+
+def open_engine(args: argparse.Namespace) -> "tuple[LLM, EngineConfig]":
+    """The engine in process, with room for the largest batch and without prefix caching."""
+    config = config_from(
+        args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.batch)
+    )
+    from limelight.engine.llm import LLM
+
+    return LLM(**asdict(config), quiet=False), config
+
+
+def labels(config: EngineConfig, dtype: str) -> dict[str, object]:
+    """The columns that say what ran: model, weights, KV cache, and one rank for the whole model."""
+    kv = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    model = Path(config.model).name.lower()
+    return {"model": model, "weights": SHORT[dtype], "kv": SHORT[kv], "slice": 1}
+
+
+def random_prompts(rng: random.Random, *, batch: int, context: int, vocab: int) -> list[list[int]]:
+    """`batch` prompts of `context` uniformly random token ids."""
+    return [rng.choices(range(vocab), k=context) for _ in range(batch)]
+
+
+def submit(engine: Steps, prompts: list[list[int]], *, max_tokens: int) -> dict[str, list[int]]:
+    """Add a greedy request for each prompt; where the tokens of each are to be collected."""
+    for index, prompt in enumerate(prompts):
+        engine.add(
+            Request(
+                id=f"bench-{index}",
+                prompt_token_ids=prompt,
+                params=GREEDY,
+                max_tokens=max_tokens,
+                seed=0,
+                arrival=time.monotonic(),
+            )
+        )
+    return {f"bench-{index}": [] for index in range(len(prompts))}
+
+
+def collect(outputs: list[Output], tokens: dict[str, list[int]]):
+    """Put new tokens to their requests; `ValueError` if one ended before its length."""
+    for output in outputs:
+        if output.error is not None or output.finish_reason not in (None, "length"):
+            raise ValueError(f"a request ended by {output.finish_reason}: {output.error}")
+        tokens[output.request_id] += output.token_ids

@@ -1,0 +1,218 @@
+"""The `limelight` command: serve, chat, generate, inspect and bench.
+
+Nothing heavy is imported before a command runs, so that the help answers at once.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+
+from limelight import SamplingParams, __version__
+from limelight.bench import decode, prefill, serve
+from limelight.config import EngineConfig, ServerConfig
+from limelight.flags import (
+    add_config_flags,
+    add_foreign_flags,
+    check_foreign,
+    check_leftover,
+    config_from,
+    json_object,
+    merge,
+    spell,
+)
+
+BENCHES = {"decode": decode, "prefill": prefill, "serve": serve}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command in `argv`; returns its exit code: 2 for a user's mistake, 1 for a failure."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        args = parse(argv)
+        for line in check_foreign(args):
+            print(f"limelight: warning: {line}", file=sys.stderr)
+        return args.run(args)
+    except (ValueError, argparse.ArgumentError) as error:
+        return _fail(error, 2)
+    except OSError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"limelight: error: {error}", file=sys.stderr)
+    return code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of `argv`; `run` among them is the command's function."""
+    parser = _parser("limelight", "Serve the Flint and Beam model families.")
+    parser.add_argument("--version", action="version", version=f"limelight {__version__}")
+    parser.set_defaults(parser=parser, run=None)
+    commands = _commands(parser)
+    for name, (text, add_flags, run) in COMMANDS.items():
+        command = _add(commands, name, text)
+        add_flags(command)
+        if run is not None:
+            command.set_defaults(run=run)
+    args, leftover = parser.parse_known_args(spell(argv))
+    check_leftover(leftover, args.parser)
+    if args.run is None:
+        raise ValueError(f"give a command; `{args.parser.prog} --help` lists them")
+    args.argv = argv
+    return args
+
+
+def _parser(prog: str, text: str) -> argparse.ArgumentParser:
+    # Errors are raised, and nothing is required, so that every mistake is told in our one line.
+    return argparse.ArgumentParser(prog, description=text, allow_abbrev=False, exit_on_error=False)
+
+
+def _commands(parser: argparse.ArgumentParser):
+    return parser.add_subparsers(title="commands", metavar="COMMAND")
+
+
+def _add(commands, name: str, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False, exit_on_error=False
+    )
+    command.set_defaults(parser=command)
+    return command
+
+
+def _engine_flags(parser: argparse.ArgumentParser):
+    default = EngineConfig.model
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
+        help=f"bundled model, local folder or hub id (default: {default})",
+    )  # fmt: skip
+    add_config_flags(parser, EngineConfig, title="engine")
+    add_foreign_flags(parser)
+
+
+def _serve_flags(parser: argparse.ArgumentParser):
+    _engine_flags(parser)
+    add_config_flags(parser, ServerConfig, title="server")
+
+
+def _sampling_flags(parser: argparse.ArgumentParser):
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    group.add_argument("--temperature", type=float, default=0.0, help="default: 0, the likeliest")
+    group.add_argument(
+        "--sampling", type=json_object, action="append", default=[], metavar="JSON",
+        help="other fields of SamplingParams; also --sampling.top_p 0.9",
+    )  # fmt: skip
+
+
+def _generate_flags(parser: argparse.ArgumentParser):
+    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more texts to go on")
+    parser.add_argument("--json", action="store_true", help="print one JSON list of answers")
+    _sampling_flags(parser)
+    _engine_flags(parser)
+
+
+def _chat_flags(parser: argparse.ArgumentParser):
+    parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
+    _sampling_flags(parser)
+    _engine_flags(parser)
+
+
+def _inspect_flags(parser: argparse.ArgumentParser):
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _engine_flags(parser)
+
+
+def _bench_flags(parser: argparse.ArgumentParser):
+    benches = _commands(parser)
+    for name, bench in BENCHES.items():
+        text = (bench.__doc__ or "").partition(": ")[2].splitlines()[0]
+        command = _add(benches, name, text)
+        command.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+        bench.add_flags(command)
+        if bench is not serve:
+            _engine_flags(command)
+        command.set_defaults(run=_bench, bench=name)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    engine = config_from(args, EngineConfig)
+    server = config_from(args, ServerConfig)
+    from limelight.server.app import run
+
+    return run(engine, server)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling flags as `SamplingParams`; `ValueError` for a field that it does not have."""
+    values: dict[str, object] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    values |= merge(args.sampling)
+    known = [item.name for item in fields(SamplingParams)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"--sampling has no key {name!r}; it has {', '.join(known)}")
+    make: Callable[..., SamplingParams] = SamplingParams
+    return make(**values)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    if not args.prompt:
+        raise ValueError("give --prompt TEXT")
+    config = config_from(args, EngineConfig)
+    from limelight.engine.llm import LLM
+
+    with LLM(**asdict(config)) as llm:
+        answers = llm.generate(args.prompt, params)
+    rows = [
+        {
+            "prompt": prompt,
+            "text": choice.text,
+            "token_ids": list(choice.token_ids),
+            "finish_reason": choice.finish_reason,
+        }
+        for prompt, answer in zip(args.prompt, answers, strict=True)
+        for choice in answer.outputs
+    ]
+    print(json.dumps(rows, indent=1) if args.json else "\n".join(row["text"] for row in rows))
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from limelight.chat import run
+
+    config = config_from(args, EngineConfig)
+    return run(config, sampling_params(args), system=args.system)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from limelight.inspection import inspect, show
+
+    report = inspect(config_from(args, EngineConfig))
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(report)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from limelight.bench.record import record, save, show
+
+    rows = BENCHES[args.bench].run(args)
+    show(args.bench, rows)
+    if args.json:
+        save(args.json, record(args.bench, args.argv, rows))
+    return 0
+
+
+COMMANDS = {
+    "serve": ("Serve a model over the OpenAI HTTP API.", _serve_flags, _serve),
+    "chat": ("Talk with a model in the terminal.", _chat_flags, _chat),
+    "generate": ("Complete prompts and print the texts.", _generate_flags, _generate),
+    "inspect": ("Tell what a model holds and whether it fits.", _inspect_flags, _inspect),
+    "bench": ("Measure speed and write it down.", _bench_flags, None),
+}

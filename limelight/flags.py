@@ -1,0 +1,270 @@
+"""Command-line flags made from config fields, and what becomes of vLLM's flags that are not ours.
+
+A field's name, default and help stand once, in `config.py`; only flags that were given reach the
+config. Flags that mean nothing here are ignored with a word, flags of features that are still to
+come are refused by name.
+"""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import Field, fields
+from functools import partial
+from types import NoneType, UnionType
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from limelight.config import ENVIRONMENT, environment
+
+T = TypeVar("T")
+
+# vLLM's flags without a meaning here: (number of values, why).
+IGNORED: dict[str, tuple[int | str, str]] = {
+    "--async-scheduling": (0, "the engine orders its own steps"),
+    "--attention-backend": (1, "the engine chooses its own kernels"),
+    "--compilation-config": (1, "nothing is compiled while serving"),
+    "--cudagraph-capture-sizes": ("+", "the engine chooses its own sizes"),
+    "--disable-custom-all-reduce": (0, "there is no other all-reduce to choose"),
+    "--disable-fastapi-docs": (0, "there are no such pages"),
+    "--disable-log-requests": (0, "the texts of requests are never logged"),
+    "--disable-log-stats": (0, "/metrics has the figures and costs nothing unless read"),
+    "--disable-uvicorn-access-log": (0, "the log is the same for all requests"),
+    "--distributed-executor-backend": (1, "one process runs the model"),
+    "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
+    "--enable-log-requests": (0, "the texts of requests are never logged"),
+    "--enforce-eager": (0, "how a step runs is the engine's own choice"),
+    "--linear-backend": (1, "the engine chooses its own kernels"),
+    "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
+    "--moe-backend": (1, "the engine chooses its own kernels"),
+    "--safetensors-load-strategy": (1, "tensors are loaded one at a time, in place"),
+    "--swap-space": (1, "preempted requests are computed again, not swapped"),
+    "--tokenizer-mode": (1, "there is one kind of tokenizer"),
+    "--trust-remote-code": (0, "code in a checkpoint is never run"),
+    "--uvicorn-log-level": (1, "the log is the same for all requests"),
+}
+
+# JSON flags that choose another engine's kernels: their aliases, and the keys they may have.
+BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "--attention-config": (
+        ("-ac",),
+        (
+            "backend", "backend_per_kind", "flash_attn_version", "use_trtllm_attention",
+            "disable_flashinfer_q_quantization", "use_prefill_query_quantization",
+        ),
+    ),
+    "--kernel-config": (
+        (),
+        (
+            "moe_backend", "linear_backend", "linear_backend_per_quant", "enable_jit_warmup",
+            "enable_flashinfer_autotune", "ir_op_priority",
+        ),
+    ),
+}  # fmt: skip
+
+# vLLM's flags of features that are still to come, and values of flags that we have.
+UNSUPPORTED: dict[str, tuple[str, ...]] = {
+    "--cpu-offload-gb": (),
+    "--data-parallel-size": ("-dp",),
+    "--download-dir": (),
+    "--enable-auto-tool-choice": (),
+    "--enable-expert-parallel": ("-ep",),
+    "--enable-lora": (),
+    "--exclude-tools-when-tool-choice-none": (),
+    "--kv-transfer-config": (),
+    "--lora-modules": (),
+    "--pipeline-parallel-size": ("-pp",),
+    "--quantization": ("-q",),
+    "--reasoning-config": (),
+    "--reasoning-parser": (),
+    "--root-path": (),
+    "--speculative-config": ("-sc",),
+    "--ssl-certfile": (),
+    "--ssl-keyfile": (),
+    "--stream-interval": (),
+    "--structured-outputs-config": (),
+    "--tool-call-parser": (),
+    "--tool-strict-level": (),
+}
+UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
+    "dtype": ("half", "float16"),
+    "kv_cache_dtype": ("float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"),
+    "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
+}
+FLAG = re.compile(r"(--[a-zA-Z][\w-]*)((?:\.\w[\w-]*)*)(=.*)?", re.DOTALL)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str):
+    """One flag for each field of `config_class`, in a group of its own."""
+    add: Callable[..., argparse.Action] = parser.add_argument_group(title).add_argument
+    hints = get_type_hints(config_class)
+    for item in fields(config_class):
+        names = ["--" + item.name.replace("_", "-"), *item.metadata["aliases"]]
+        form = _form(item.name, hints[item.name])
+        add(*names, dest=item.name, default=argparse.SUPPRESS, help=_help(item), **form)
+
+
+def _help(item: Field[object]) -> str:
+    text = str(item.metadata["help"])
+    if item.default is not None and not isinstance(item.default, bool):
+        text += f" (default: {item.default})"
+    elif item.default is True:
+        text += " (default: on)"
+    return text.replace("%", "%%")
+
+
+def _form(name: str, hint: object) -> dict[str, object]:
+    """How argparse is to read a value of the annotation `hint`."""
+    if isinstance(hint, UnionType):
+        (hint,) = (option for option in get_args(hint) if option is not NoneType)
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Literal:
+        options = get_args(hint)
+        return {"type": _choice(name, options), "metavar": "{" + ",".join(options) + "}"}
+    metavar = name.split("_")[-1].upper()
+    if get_origin(hint) is list:
+        return {"nargs": "+", "metavar": metavar}
+    if get_origin(hint) is dict:
+        return {"type": json_object, "action": "append", "metavar": "JSON"}
+    return {"type": hint, "metavar": metavar}
+
+
+def _choice(name: str, options: tuple[str, ...]):
+    def choice(text: str) -> str:
+        if text in options:
+            return text
+        fault = "is not supported yet" if text in UNSUPPORTED_VALUES.get(name, ()) else "is unknown"
+        raise argparse.ArgumentTypeError(f"{text!r} {fault}; choose from {', '.join(options)}")
+
+    return choice
+
+
+def json_object(text: str) -> dict[str, object]:
+    """`text` as a JSON object; what argparse shows to the user if it is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
+    return value
+
+
+def merge(objects: Iterable[dict[str, object]]) -> dict[str, object]:
+    """One object of several; where two hold objects under a key, these are merged as well."""
+    merged: dict[str, object] = {}
+    for item in objects:
+        for key, value in item.items():
+            old = merged.get(key)
+            both = isinstance(old, dict) and isinstance(value, dict)
+            merged[key] = merge([old, value]) if both else value  # type: ignore[list-item]
+    return merged
+
+
+def spell(argv: list[str]) -> list[str]:
+    """`argv` in the one spelling that the parser knows.
+
+    Underscores in the names of flags become dashes, and `--x.key value` becomes
+    `--x={"key": value}`.
+    """
+    spelled: list[str] = []
+    rest = iter(argv)
+    for token in rest:
+        match = FLAG.fullmatch(token)
+        if token == "--":
+            return [*spelled, token, *rest]
+        if match is None:
+            spelled.append(token)
+            continue
+        name, path, value = match[1].replace("_", "-"), match[2], match[3]
+        if path:
+            value = "=" + _undot(name + path, path, value, rest)
+        spelled.append(name + (value or ""))
+    return spelled
+
+
+def _undot(flag: str, path: str, value: str | None, rest: Iterator[str]) -> str:
+    text = next(rest, None) if value is None else value[1:]
+    if text is None:
+        raise ValueError(f"argument {flag}: expected a value")
+    try:
+        nested = json.loads(text)
+    except (ValueError, RecursionError):
+        nested = text
+    for key in reversed(path[1:].split(".")):
+        nested = {key: nested}
+    return json.dumps(nested)
+
+
+def config_from(args: argparse.Namespace, config_class: type[T], **defaults: object) -> T:
+    """A `config_class` of what the command line sets, else the environment, else `defaults`."""
+    values = dict(defaults)
+    hints = get_type_hints(config_class)
+    for item in fields(config_class):  # type: ignore[arg-type]
+        if hasattr(args, item.name):
+            value = getattr(args, item.name)
+            values[item.name] = _joined(value) if isinstance(value, list) else value
+        elif item.name in ENVIRONMENT and (text := environment(item.name)) is not None:
+            is_list = any(get_origin(option) is list for option in get_args(hints[item.name]))
+            values[item.name] = [text] if is_list else text
+    make: Callable[..., T] = config_class
+    return make(**values)
+
+
+def _joined(values: list[object]) -> object:
+    """Objects as one; a list that came as JSON in one argument, as vLLM takes it, as a list."""
+    match values:
+        case [dict(), *_]:
+            return merge(values)  # type: ignore[arg-type]
+        case [str(text)] if text.startswith("["):
+            try:
+                return json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"{text!r} is not a JSON list: {error}") from error
+    return values
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser):
+    """vLLM's flags that are not ours, left out of the help; `check_foreign` judges them."""
+    add: Callable[..., argparse.Action] = partial(
+        parser.add_argument, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+    for name, (count, _) in IGNORED.items():
+        form = {"nargs": count} if count else {"action": argparse.BooleanOptionalAction}
+        add(name, dest=name, **form)
+    for name, (aliases, _) in BACKEND_CHOICES.items():
+        add(name, *aliases, dest=name, type=json_object, action="append")
+    for name, aliases in UNSUPPORTED.items():
+        add(name, *aliases, dest=name, nargs="*")
+
+
+def check_foreign(args: argparse.Namespace) -> list[str]:
+    """A line for each flag that is ignored; `ValueError` for one whose feature is still to come."""
+    if names := [name for name in vars(args) if name in UNSUPPORTED]:
+        verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+        raise ValueError(f"{', '.join(names)} {verb} not supported yet; leave {them} out")
+    warnings = []
+    for name in vars(args):
+        if name in IGNORED:
+            warnings.append(f"{name} is ignored: {IGNORED[name][1]}")
+        if name in BACKEND_CHOICES:
+            known = BACKEND_CHOICES[name][1]
+            for key in merge(getattr(args, name)):
+                if key not in known:
+                    raise ValueError(f"{name} has no key {key!r}; it has {', '.join(known)}")
+            warnings.append(f"{name} is ignored: the engine chooses its own kernels")
+    return warnings
+
+
+def check_leftover(leftover: list[str], parser: argparse.ArgumentParser):
+    """`ValueError` with the nearest name if the parser left anything unread."""
+    for token in leftover:
+        if not token.startswith("-"):
+            continue
+        flag = token.partition("=")[0]
+        known = set(re.findall(r"--[a-z][a-z-]*", parser.format_help()))
+        near = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.5)
+        raise ValueError(f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else ""))
+    if leftover:
+        raise ValueError(f"unexpected argument {leftover[0]!r}")

@@ -1,0 +1,117 @@
+"""`limelight inspect`: what a model holds, what it takes, and whether it fits on this device.
+
+Made from config.json alone: no weight is read or downloaded.
+"""
+
+from collections import Counter
+from dataclasses import asdict, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from limelight.config import EngineConfig
+from limelight.engine.memory import MemoryPlan
+from limelight.engine.startup import Folders, plan_memory, resolve_device
+from limelight.models.loader import read_config
+
+LENGTHS = (1024, 8192, 65_536, 262_144)
+
+
+def inspect(config: EngineConfig) -> dict[str, object]:
+    """The report as plain data; sizes in bytes."""
+    config = replace(config, load_format="dummy")
+    plan = plan_memory(config)
+    architecture, model = read_config(Folders.of(config).config)
+    try:
+        plan.check()
+        fault = None
+    except ValueError as error:
+        fault = str(error).splitlines()[0]
+    return {
+        "model": config.model,
+        "architecture": architecture,
+        "device": str(resolve_device(config)),
+        "layers": {
+            "all": model.num_layers,
+            "sparse": sum(model.sparse),
+            "experts": model.num_experts,
+            "experts per token": model.experts_per_token,
+        },
+        "attention": _attention(plan),
+        "parameters": sum(kind.parameters for kind in plan.kinds),
+        "weights": [asdict(kind) for kind in plan.kinds],
+        "memory": {
+            "available": plan.available,
+            "weights": plan.weights,
+            "work space": plan.workspace,
+            "KV cache": plan.cache,
+            "left": plan.left,
+        },
+        "sequences": _sequences(plan) if fault is None else {},
+        "fits": fault is None,
+        "fault": fault,
+    }
+
+
+def _attention(plan: MemoryPlan) -> list[dict[str, object]]:
+    """The kinds of layer by what they see, and the KV bytes that a token takes in all of a kind."""
+    layers: Counter[int | None] = Counter()
+    for group in plan.groups:
+        layers[group.window] += len(group.layers)
+    one = plan.block.nbytes // (plan.block.rows * plan.block.size)
+    return [
+        {
+            "kind": "full attention" if window is None else f"window of {window}",
+            "layers": count,
+            "kv_bytes_per_token": count * one,
+        }
+        for window, count in layers.items()
+    ]
+
+
+def _sequences(plan: MemoryPlan) -> dict[str, int]:
+    """How many sequences fit into the KV cache at once, by their length."""
+    lengths = sorted({min(length, plan.max_model_len) for length in (*LENGTHS, plan.max_model_len)})
+    return {str(length): plan.sequences_of(length) for length in lengths}
+
+
+def show(report: dict[str, object]) -> None:
+    """Print the report as tables."""
+    console = Console(highlight=False)
+    console.print(
+        f"{report['model']}: {report['architecture']} on {report['device']}", markup=False
+    )
+    tables = {
+        "layers": [_mapping(report["layers"])],
+        "attention": _rows(report["attention"]),
+        f"weights: {report['parameters']:,} parameters": _rows(report["weights"]),
+        "memory in bytes": [_mapping(report["memory"])],
+    }
+    if report["fits"]:
+        tables["sequences that fit at once, by their length"] = [_mapping(report["sequences"])]
+    for title, rows in tables.items():
+        console.print(f"\n{title}", markup=False)
+        console.print(_table(rows))
+    verdict = "It fits." if report["fits"] else f"It does not fit: {report['fault']}"
+    console.print(f"\n{verdict}", markup=False)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _rows(value: object) -> list[dict[str, object]]:
+    assert isinstance(value, list)
+    return value
+
+
+def _table(rows: list[dict[str, object]]) -> Table:
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(
+            *(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row.values())
+        )
+    return table

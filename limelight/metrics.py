@@ -1,0 +1,230 @@
+"""The metrics, under the names that dashboards for vLLM read; nothing else knows these names."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from limelight.types import EngineStats, ModelInfo
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
+)  # fmt: skip
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (10**6,)
+CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """Everything that `/metrics` shows of one model, in a registry of its own.
+
+    `stats` and `info` are asked at each scrape; `info` gives None until the model is loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        stats: Callable[[], EngineStats],
+        info: Callable[[], ModelInfo | None],
+    ):
+        self.registry = CollectorRegistry()
+        self._labels = (model, ENGINE)
+        self.registry.register(_EngineCollector(self._labels, stats, info))
+        ProcessCollector(registry=self.registry)
+        self._make_counters()
+        self._make_histograms()
+
+    def _make_counters(self):
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefix cache gave"
+        )
+        self.tokens_by_source = self._counters(
+            "prompt_tokens_by_source", "Prompt tokens by where they came from", "source"
+        )
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.finished = self._counters(
+            "request_success", "Sequences that ended, by reason", "finished_reason"
+        )
+        self.rejected = self._counters(
+            "admission_rejections", "Requests refused at the door, by reason", "reason"
+        )
+        self.http_requests = Counter(
+            "http_requests", "HTTP requests", ("handler", "method", "status"),
+            registry=self.registry,
+        )  # fmt: skip
+
+    def _make_histograms(self):
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token", SECONDS
+        )
+        self.between_tokens = self._histogram(
+            "inter_token_latency_seconds", "Time between outputs of a sequence", SECONDS
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first", SECONDS
+        )
+        self.end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token", SECONDS
+        )
+        self.queued = self._histogram(
+            "request_queue_time_seconds", "Arrival to first grant", SECONDS
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "First grant to first token", SECONDS
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "First token to last token", SECONDS
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "First grant to last token", SECONDS
+        )
+        self.prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a sequence", TOKENS
+        )
+        self.answer_length = self._histogram(
+            "request_generation_tokens", "Tokens generated for a sequence", TOKENS
+        )
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of a sequence", TOKENS
+        )
+        self.choices = self._histogram("request_params_n", "n of a request", CHOICES)
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds", "Time to answer an HTTP request",
+            ("handler", "method"), buckets=SECONDS, registry=self.registry,
+        )  # fmt: skip
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"vllm:{name}", help, LABELS, registry=self.registry).labels(*self._labels)
+
+    def _counters(self, name: str, help: str, label: str) -> Callable[[str], Counter]:
+        family = Counter(f"vllm:{name}", help, (*LABELS, label), registry=self.registry)
+        return lambda value: family.labels(*self._labels, value)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"vllm:{name}", help, LABELS, buckets=buckets, registry=self.registry)
+        return family.labels(*self._labels)
+
+    def http(self, handler: str, method: str, status: int, seconds: float):
+        """One HTTP request answered; statuses count by hundreds, as the dashboards expect."""
+        self.http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self.http_seconds.labels(handler, method).observe(seconds)
+
+    def render(self) -> bytes:
+        """All of it in Prometheus' text form, of media type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+
+class SequenceTimes:
+    """The life of one sequence, as its outputs show it, told to the metrics."""
+
+    def __init__(self, metrics: Metrics, *, arrival: float, num_prompt: int, max_tokens: int):
+        self.metrics = metrics
+        self.arrival = arrival
+        self.num_prompt = num_prompt
+        self.num_generated = 0
+        self.queued = 0.0
+        self.first: float | None = None
+        self.last = arrival
+        metrics.max_tokens.observe(max_tokens)
+
+    def output(self, num_tokens: int, *, queued: float, num_cached: int):
+        """News with `num_tokens` new tokens; `queued` seconds passed before the first grant."""
+        now = time.monotonic()
+        if self.first is None:
+            self._first_output(now, queued, num_cached)
+        else:
+            self.metrics.between_tokens.observe(now - self.last)
+        self.last = now
+        self.num_generated += num_tokens
+        self.metrics.generated_tokens.inc(num_tokens)
+
+    def _first_output(self, now: float, queued: float, num_cached: int):
+        self.first, self.queued = now, queued
+        self.metrics.first_token.observe(now - self.arrival)
+        self.metrics.queued.observe(queued)
+        self.metrics.prefill.observe(max(0.0, now - self.arrival - queued))
+        self.metrics.prompt_length.observe(self.num_prompt)
+        self.metrics.prompt_tokens.inc(self.num_prompt)
+        self.metrics.cached_tokens.inc(num_cached)
+        self.metrics.tokens_by_source("local_cache_hit").inc(num_cached)
+        self.metrics.tokens_by_source("local_compute").inc(self.num_prompt - num_cached)
+
+    def end(self, reason: str):
+        """The sequence is over, for whatever reason."""
+        self.metrics.finished(reason).inc()
+        if self.first is None:
+            return
+        decode = self.last - self.first
+        self.metrics.end_to_end.observe(self.last - self.arrival)
+        self.metrics.decode.observe(decode)
+        self.metrics.inference.observe(max(0.0, self.last - self.arrival - self.queued))
+        self.metrics.answer_length.observe(self.num_generated)
+        if self.num_generated > 1:
+            self.metrics.per_token.observe(decode / (self.num_generated - 1))
+
+
+class _EngineCollector(Collector):
+    """What the engine itself counts, read at each scrape."""
+
+    def __init__(
+        self,
+        labels: tuple[str, str],
+        stats: Callable[[], EngineStats],
+        info: Callable[[], ModelInfo | None],
+    ):
+        self.labels = labels
+        self.stats = stats
+        self.info = info
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats()
+        yield self._gauge("num_requests_running", "Sequences in the step", stats.running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait for room", stats.waiting)
+        yield self._gauge(
+            "num_requests_waiting_by_reason", "Sequences that wait, by reason", stats.waiting,
+            reason="capacity",
+        )  # fmt: skip
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", stats.cache_usage)
+        yield self._gauge("engine_sleep_state", "1 for the present state", 1, sleep_state="awake")
+        yield self._counter("num_preemptions", "Sequences put back", stats.preemptions)
+        yield self._counter("prefix_cache_queries", "Tokens looked up", stats.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Tokens found", stats.prefix_hits)
+        yield self._step_tokens(stats)
+        if (info := self.info()) is not None:
+            yield self._gauge(
+                "cache_config_info", "The KV cache", 1,
+                block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
+            )  # fmt: skip
+
+    def _gauge(self, name: str, help: str, value: float, **labels: str) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", help, labels=(*LABELS, *labels))
+        family.add_metric([*self.labels, *labels.values()], value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", help, labels=LABELS)
+        family.add_metric(self.labels, value)
+        return family
+
+    def _step_tokens(self, stats: EngineStats) -> Metric:
+        # The engine reports sums, so the one bucket that is known holds all steps.
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of an engine step", labels=LABELS
+        )
+        family.add_metric(self.labels, [("+Inf", stats.steps)], stats.step_tokens)
+        return family

@@ -1,0 +1,251 @@
+"""What the API says of a question: stream chunks and whole answers, made from the same deltas."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from limelight.engine.front import Delta
+from limelight.server.logprobs import (
+    CompletionLogprobs,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from limelight.server.openai import Question
+from limelight.server.prompts import Prompt
+from limelight.text.tokenizer import Tokenizer
+from limelight.types import TokenLogprobs
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: object, *, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a choice says: one delta of it, or all that it has said."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[object]] | None = None
+    prompt_logprobs: list[dict[str, object] | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+def together(pieces: list[Piece]) -> Piece:
+    """All that a choice has said, from its pieces in order."""
+    whole = Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        prompt_logprobs=next(filter(None, (piece.prompt_logprobs for piece in pieces)), None),
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+    )
+    for piece in pieces:
+        whole.logprobs = joined(whole.logprobs, piece.logprobs)
+    return whole
+
+
+def joined(
+    first: dict[str, list[object]] | None, then: dict[str, list[object]] | None
+) -> dict[str, list[object]] | None:
+    """The lists of `first`, made longer in place by those of `then`."""
+    if first is None or then is None:
+        return first or then
+    for name, values in then.items():
+        first[name] += values
+    return first
+
+
+class Answer:
+    """The answer to one question as it grows; sequences are numbered prompt * n + choice."""
+
+    def __init__(
+        self,
+        question: Question,
+        prompts: list[Prompt],
+        tokenizer: Tokenizer | None,
+        *,
+        tell_cached: bool,
+    ):
+        self.question = question
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.tell_cached = tell_cached
+        params = question.params
+        self.names = TokenNames(
+            tokenizer,
+            as_ids=bool(question.shared.return_tokens_as_token_ids),
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        count = question.num_sequences
+        self.pieces: list[list[Piece]] = [[] for _ in range(count)]
+        self.completion_logprobs = [
+            CompletionLogprobs(self.names, question.logprobs or 0) for _ in range(count)
+        ]
+        self.begun = [False] * count
+        self.num_generated = [0] * count
+        self.num_cached = [0] * count
+
+    def piece(self, index: int, delta: Delta) -> Piece:
+        """What the API says of a delta; the first one of a choice also has its echoed prompt."""
+        question = self.question
+        self.num_cached[index] = max(self.num_cached[index], delta.num_cached)
+        piece = Piece(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        if question.echo and not self.begun[index]:
+            piece.text = self._prompt_text(index)
+            piece.logprobs = self._echoed_logprobs(index, delta)
+        self.begun[index] = True
+        if question.shared.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            piece.prompt_logprobs = prompt_logprobs(
+                delta.prompt_logprobs, self.names, question.shared.prompt_logprobs
+            )
+        if question.prompt_only:
+            # The engine generates at least one token; nobody asked for it.
+            piece.finish_reason = delta.finish_reason and "length"
+            piece.stop_reason = None
+            return piece
+        piece.text += delta.text
+        piece.token_ids = delta.token_ids
+        self.num_generated[index] += len(delta.token_ids)
+        if question.logprobs is not None and delta.logprobs:
+            piece.logprobs = joined(piece.logprobs, self._logprobs(index, delta.logprobs))
+        return piece
+
+    def _logprobs(self, index: int, entries: list[TokenLogprobs]) -> dict[str, list[object]]:
+        if self.question.kind == "chat":
+            return chat_logprobs(entries, self.names, self.question.logprobs or 0)
+        return self.completion_logprobs[index].take(entries)
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompt(index)
+        if prompt.text is not None:
+            return prompt.text
+        if self.tokenizer is None:
+            return ""
+        skip = self.question.params.skip_special_tokens
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+
+    def _echoed_logprobs(self, index: int, delta: Delta) -> dict[str, list[object]] | None:
+        if self.question.logprobs is None:
+            return None
+        entries = [entry for entry in delta.prompt_logprobs or () if entry is not None]
+        shape = self.completion_logprobs[index]
+        return joined(shape.first(self._prompt(index).token_ids[0]), shape.take(entries))
+
+    def _prompt(self, index: int) -> Prompt:
+        return self.prompts[index // self.question.params.n]
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[bytes]:
+        """The events that tell a delta; none if it has nothing to say."""
+        first = not self.begun[index]
+        piece = self.piece(index, delta)
+        if first and self.question.kind == "chat":
+            yield self._chunk(index, self._chat_delta(index, {"role": "assistant", "content": ""}))
+        says = piece.text or piece.finish_reason or piece.logprobs
+        if says or (self.question.shared.return_token_ids and piece.token_ids):
+            yield self._chunk(index, self._told_delta(index, piece, first))
+
+    def _chat_delta(self, index: int, delta: dict[str, object]) -> dict[str, object]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _told_delta(self, index: int, piece: Piece, first: bool) -> dict[str, object]:
+        if self.question.kind == "chat":
+            choice = self._chat_delta(index, {"content": piece.text} if piece.text else {})
+        else:
+            choice = {"index": index, "text": piece.text}
+            if first and self.question.shared.return_token_ids:
+                choice["prompt_token_ids"] = self._prompt(index).token_ids
+        choice["logprobs"] = piece.logprobs
+        choice["finish_reason"] = piece.finish_reason
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.question.shared.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _chunk(self, index: int, choice: dict[str, object]) -> bytes:
+        content = self._envelope(chunk=True)
+        content["choices"] = [choice]
+        delta = choice.get("delta")
+        if self.question.shared.return_token_ids and isinstance(delta, dict) and "role" in delta:
+            content["prompt_token_ids"] = self._prompt(index).token_ids
+        if self.question.continuous_usage:
+            content["usage"] = self._usage(
+                len(self._prompt(index).token_ids), self.num_generated[index],
+                self.num_cached[index],
+            )  # fmt: skip
+        return event(content)
+
+    def last_chunks(self) -> Iterator[bytes]:
+        """The events after the last choice has ended."""
+        if self.question.include_usage:
+            yield event({**self._envelope(chunk=True), "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def add(self, index: int, delta: Delta):
+        """Keep a delta for the whole answer."""
+        self.pieces[index].append(self.piece(index, delta))
+
+    def whole(self) -> dict[str, object]:
+        """The answer once all choices have ended."""
+        content = self._envelope(chunk=False)
+        choices = [together(pieces) for pieces in self.pieces]
+        content["choices"] = [self._choice(*numbered) for numbered in enumerate(choices)]
+        content["usage"] = self.usage()
+        content["service_tier"] = content["system_fingerprint"] = None
+        if self.question.kind == "chat":
+            content["prompt_logprobs"] = choices[0].prompt_logprobs
+            if self.question.shared.return_token_ids:
+                content["prompt_token_ids"] = self.prompts[0].token_ids
+        return content
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
+        choice: dict[str, object] = {"index": index}
+        if self.question.kind == "chat":
+            absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+            choice["message"] = {"role": "assistant", "content": piece.text, **absent}
+        else:
+            choice["text"] = piece.text
+            choice["prompt_logprobs"] = piece.prompt_logprobs
+            if self.question.shared.return_token_ids:
+                choice["prompt_token_ids"] = self._prompt(index).token_ids
+        choice["logprobs"] = piece.logprobs
+        choice["finish_reason"] = piece.finish_reason
+        choice["stop_reason"] = piece.stop_reason
+        if self.question.shared.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _envelope(self, *, chunk: bool) -> dict[str, object]:
+        kind = "text_completion"
+        if self.question.kind == "chat":
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {
+            "id": self.question.id,
+            "object": kind,
+            "created": self.question.created,
+            "model": self.question.model,
+        }
+
+    def usage(self) -> dict[str, object]:
+        """The tokens of the whole answer; each prompt counts once, whatever n is."""
+        n = self.question.params.n
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return self._usage(num_prompt, sum(self.num_generated), sum(self.num_cached[::n]))
+
+    def _usage(self, num_prompt: int, num_generated: int, num_cached: int) -> dict[str, object]:
+        usage: dict[str, object] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
+        if self.tell_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        return usage

@@ -1,0 +1,177 @@
+"""The HTTP server: its routes, and its life from the first listen to the exit code. No torch."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from limelight import __version__
+from limelight.config import EngineConfig, ServerConfig
+from limelight.engine.client import EngineClient
+from limelight.metrics import CONTENT_TYPE
+from limelight.server.http import read_body, until_gone
+from limelight.server.lifecycle import Life
+from limelight.server.middleware import Exchange, Keys
+from limelight.server.openai import Reader
+from limelight.server.prompts import Prompts
+from limelight.server.service import Service
+from limelight.server.startup import address, example, listen, load_texts
+from limelight.text.template import ChatTemplate
+from limelight.text.tokenizer import Tokenizer
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    config: ServerConfig,
+    *,
+    model: str,
+    defaults: dict[str, float | int] | None = None,
+) -> Starlette:
+    """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
+
+    `model` is the name where the config gives none; `defaults` are the model's own SamplingParams.
+    """
+    if not all(config.api_key or ()):
+        raise ValueError("an api_key is empty, which would let everyone in")
+    names = config.served_model_name or [model]
+    reader = Reader(names, config, defaults or {})
+    service = Service(client, Prompts(tokenizer, template), reader, config)
+    routes = _routes(service)
+    paths = frozenset(route.path for route in routes)
+    echo_id = config.enable_request_id_headers
+    middleware = [Middleware(Exchange, metrics=service.metrics, paths=paths, echo_id=echo_id)]
+    if config.api_key:
+        middleware.append(Middleware(Keys, keys=config.api_key))
+    if config.allowed_origins:
+        # Around all else: errors need the headers too, and a preflight brings no key.
+        middleware.insert(0, _cors(config.allowed_origins))
+    app = Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _raise}
+    )
+    app.router.redirect_slashes = False
+    app.state.lifecycle = service.lifecycle
+    return app
+
+
+def _cors(origins: list[str]) -> Middleware:
+    # Keys travel in a header, so no credentials in the sense of CORS are ever needed.
+    return Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
+    )  # fmt: skip
+
+
+async def _raise(request: Request, error: Exception) -> Response:
+    """Leave the router's errors to `Exchange`, as all others."""
+    raise error
+
+
+class Post:
+    """A route that takes JSON: admits it, reads it, and stops when the client leaves."""
+
+    def __init__(
+        self,
+        service: Service,
+        answer: Callable[[bytes, str, Send], Coroutine[object, object, None]],
+    ):
+        self.service = service
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send):
+        with self.service.lifecycle.open_request():
+            body = await read_body(scope, receive, self.service.config.max_body_bytes)
+            request_id = scope["state"]["request_id"]
+            await until_gone(self.answer(body, request_id, send), receive)
+
+
+def _routes(service: Service) -> list[Route]:
+    started = int(time.time())
+    client, lifecycle = service.client, service.lifecycle
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if client.status.healthy else 503)
+
+    async def ready(request: Request) -> Response:
+        status = client.status
+        phase = "draining" if lifecycle.draining else status.phase
+        content = {"ready": lifecycle.is_ready, "phase": phase, "percent": status.percent}
+        return JSONResponse(content, status_code=200 if lifecycle.is_ready else 503)
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def models(request: Request) -> Response:
+        lifecycle.admit()
+        length = client.info.max_model_len
+        data = [_model(name, started, length) for name in service.reader.names]
+        return JSONResponse({"object": "list", "data": data})
+
+    return [
+        Route("/v1/chat/completions", Post(service, service.chat), methods=["POST"]),
+        Route("/v1/completions", Post(service, service.completion), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/tokenize", Post(service, service.tokenize), methods=["POST"]),
+        Route("/detokenize", Post(service, service.detokenize), methods=["POST"]),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version),
+        Route("/metrics", metrics),
+    ]
+
+
+def _model(name: str, created: int, max_model_len: int) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "limelight",
+        "root": name,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+
+
+def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until a signal or the engine's end; 0 after a signal, 1 after a failure.
+
+    The port is taken before anything is loaded. Raises `ValueError` for a taken port, a missing
+    model, or a broken tokenizer or template.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s server: %(message)s")
+    sock = listen(server_config.host, server_config.port)
+    with sock:
+        texts = load_texts(engine_config, server_config)
+        model = (server_config.served_model_name or [engine_config.model])[0]
+        url = address(sock)
+        print(f"limelight: loading {model}; listening on {url}", flush=True)
+
+        async def main() -> int:
+            client = EngineClient(engine_config)
+            app = create_app(
+                client, texts.tokenizer, texts.template, server_config,
+                model=model, defaults=texts.defaults,
+            )  # fmt: skip
+            life = Life(
+                client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout
+            )
+            return await life.serve(app, sock, example(url, model, texts, server_config))
+
+        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+            return runner.run(main())

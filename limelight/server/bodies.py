@@ -1,0 +1,173 @@
+"""The bodies of requests: OpenAI's fields and vLLM's beside them, their types and their limits.
+
+Unknown fields are ignored; fields that ask for what is not there yet are refused by name.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from limelight.types import RequestError
+
+T = TypeVar("T")
+
+MAX_TEXT = 1024  # characters of a stop text, a bad word or a salt
+# Most entries of a list.
+LONGEST = {
+    "stop": 4, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024,
+    "allowed_token_ids": 2**18,
+}  # fmt: skip
+# Fields of features that are not there, and the values that do not ask for them.
+NOT_YET: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+NOT_YET_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "include_reasoning": (True,)}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that chat and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What only chat has beside its conversation."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What only completions have."""
+
+    prompt: str | list[int | str | list[int]] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /tokenize, beside the conversation that it may have instead of a prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The fields of `kind` in a JSON object; `RequestError` names the one of a wrong type."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        found = re.search(r"\$\.(\w+)|required field `(\w+)`", str(error))
+        raise RequestError(str(error), param=found and (found[1] or found[2])) from error
+    except msgspec.DecodeError as error:
+        raise _malformed(body, error) from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+
+
+def _malformed(body: bytes, error: msgspec.DecodeError) -> RequestError:
+    # Python writes NaN and Infinity, which JSON does not have; name the field that holds one.
+    found = re.search(r"\(byte (\d+)\)", str(error))
+    before = body[: int(found[1])][-200:] if found else b""
+    field_name = re.search(rb'"(\w+)"\s*:\s*-?$', before)
+    if found and field_name and body[int(found[1]) :].startswith((b"NaN", b"Infinity", b"I")):
+        name = field_name[1].decode()
+        return RequestError(f"{name} must be a finite number", param=name)
+    return RequestError(f"the body is not valid JSON: {error}")
+
+
+def refuse_not_yet(body: bytes, fields: dict[str, tuple[object, ...]]):
+    present = decode(body, dict[str, msgspec.Raw])
+    for name in fields.keys() & present.keys():
+        value = decode(bytes(present[name]), object)
+        if value is not None and value not in fields[name]:
+            raise RequestError(f"{name} is not supported yet; leave it out", param=name)
+
+
+def check_sizes(shared: SharedFields):
+    for name, most in LONGEST.items():
+        values = getattr(shared, name)
+        if values is not None and not isinstance(values, str) and len(values) > most:
+            raise RequestError(f"{name} takes at most {most} entries", param=name)
+    for name in ("stop", "bad_words"):
+        texts = getattr(shared, name) or ()
+        for text in (texts,) if isinstance(texts, str) else texts:
+            if len(text) > MAX_TEXT:
+                raise RequestError(f"{name}: texts of at most {MAX_TEXT} characters", param=name)
+    salt = shared.cache_salt
+    if salt is not None and not 0 < len(salt) <= MAX_TEXT:
+        raise RequestError(f"cache_salt must have 1 to {MAX_TEXT} characters", param="cache_salt")
+
+
+def check_max_tokens(name: str, value: int | None, least: int):
+    if value is not None and value < least:
+        raise RequestError(f"{name} must be at least {least}, got {value}", param=name)

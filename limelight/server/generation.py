@@ -1,0 +1,165 @@
+"""The sequences of an HTTP request while the engine works on them, and the room that they take."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from limelight.engine.client import EngineClient
+from limelight.engine.front import Choice, Delta
+from limelight.metrics import Metrics, SequenceTimes
+from limelight.server.http import Refused, without_private
+from limelight.text.tokenizer import Tokenizer
+from limelight.types import Output, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Queue:
+    """How much waits: sequences from the door on until their first token, and their prompt tokens.
+
+    Counted here and not by the engine's reports, which a burst of requests would outrun.
+    """
+
+    def __init__(self, *, max_requests: int, max_tokens: int | None, metrics: Metrics):
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.metrics = metrics
+        self.requests = 0
+        self.tokens = 0
+
+    def refuse(self, reason: str, most: int):
+        """Count and raise a `Refused` (503)."""
+        self.metrics.rejected(reason).inc()
+        raise Refused(
+            503, f"the queue is full: {reason}, at most {most}", code="queue_full", retry_after=1
+        )
+
+
+class Place:
+    """The share of one HTTP request in the queue; a context manager that gives it back.
+
+    An empty queue takes any request, or one above a limit could never be served.
+    """
+
+    def __init__(self, queue: Queue, num_requests: int):
+        if queue.requests and queue.requests + num_requests > queue.max_requests:
+            queue.refuse("requests", queue.max_requests)
+        queue.requests += num_requests
+        self.queue = queue
+        self.requests = num_requests
+        self.tokens = 0
+
+    def hold(self, num_tokens: int):
+        """Take room for the prompts too, now that their length is known; else `Refused` (503)."""
+        queue = self.queue
+        most = queue.max_tokens
+        if most is not None and queue.tokens and queue.tokens + num_tokens > most:
+            queue.refuse("tokens", most)
+        self.tokens = num_tokens
+        queue.tokens += num_tokens
+
+    def release(self, num_requests: int, num_tokens: int):
+        """These no longer wait."""
+        self.requests -= num_requests
+        self.tokens -= num_tokens
+        self.queue.requests -= num_requests
+        self.queue.tokens -= num_tokens
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, *error: object):
+        self.release(self.requests, self.tokens)
+
+
+class Generation:
+    """All sequences of one HTTP request; their news come in one stream, as they happen."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        *,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        place: Place,
+        metrics: Metrics,
+    ):
+        self.requests = requests
+        self.client = client
+        self.tokenizer = tokenizer
+        self.place = place
+        self.metrics = metrics
+        self._news: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+
+    def fail(self, error: Exception):
+        """End the stream of news with this error, after those that are already there."""
+        self._news.put_nowait(error)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(index of the sequence, its news) until all have ended; closing it aborts those left.
+
+        Raises `EngineDead`, `Refused` for a sequence that failed, or what `fail` was given.
+        """
+        tasks = [asyncio.create_task(self._follow(index)) for index in range(len(self.requests))]
+        left = len(tasks)
+        try:
+            while left:
+                news = await self._news.get()
+                if isinstance(news, Exception):
+                    raise news
+                left -= news[1].finish_reason is not None
+                yield news
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, index: int):
+        request = self.requests[index]
+        times = SequenceTimes(
+            self.metrics, arrival=request.arrival, num_prompt=len(request.prompt_token_ids),
+            max_tokens=request.max_tokens,
+        )  # fmt: skip
+        reason = "abort"
+        try:
+            # Leaving early, as at a stop text or when cancelled, closes the stream: an abort.
+            stream = self.client.submit(request)
+            assert isinstance(stream, AsyncGenerator), "an engine streams by a generator"
+            async with aclosing(stream) as outputs:
+                reason = await self._pass_on(index, outputs, times)
+        except Exception as error:
+            reason = "error"
+            self._news.put_nowait(error)
+        finally:
+            times.end(reason)
+
+    async def _pass_on(
+        self, index: int, outputs: AsyncIterator[Output], times: SequenceTimes
+    ) -> str:
+        """Pass the news of one sequence on until its end; the reason of the end."""
+        request = self.requests[index]
+        choice = Choice(request, self.tokenizer)
+        waits = True
+        reason = None
+        async for output in outputs:
+            if waits:
+                waits = False
+                self.place.release(1, len(request.prompt_token_ids))
+            delta = choice.take(output)
+            times.output(
+                len(delta.token_ids), queued=output.queued_seconds, num_cached=output.num_cached
+            )
+            if delta.finish_reason == "error":
+                raise _failed(request, delta)
+            self._news.put_nowait((index, delta))
+            reason = delta.finish_reason
+            if reason is not None and output.finish_reason is None:
+                break
+        assert reason is not None, f"{request.id}: the stream ended without a reason"
+        return reason
+
+
+def _failed(request: Request, delta: Delta) -> Refused:
+    logger.error("%s failed: %s", request.id, delta.error)
+    return Refused(500, without_private(f"the request failed: {delta.error}"))

@@ -1,0 +1,164 @@
+"""The conversation in a chat body: checked, and brought into the one form that templates expect."""
+
+import json
+from dataclasses import dataclass
+
+import msgspec
+
+from limelight.server.bodies import decode
+from limelight.text.template import RESERVED
+from limelight.types import RequestError
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class ConversationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that make the prompt of a chat."""
+
+    messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, object]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: object = None
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a chat template is rendered with."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None
+    documents: list[dict[str, object]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, object]
+
+
+def read_conversation(body: bytes, default_kwargs: dict[str, object]) -> Conversation:
+    """The conversation of a chat body; `RequestError` names the field that is wrong."""
+    fields = decode(body, ConversationFields)
+    if not fields.messages:
+        raise RequestError("messages must hold at least one message", param="messages")
+    add_prompt = fields.add_generation_prompt
+    goes_on = bool(fields.continue_final_message)
+    if goes_on and add_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    _check_tools(fields)
+    return Conversation(
+        messages=[_message(index, given) for index, given in enumerate(fields.messages)],
+        tools=fields.tools or None,
+        documents=fields.documents,
+        add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
+        continue_final_message=goes_on,
+        template_kwargs=_template_kwargs(fields, default_kwargs),
+    )
+
+
+def _check_tools(fields: ConversationFields):
+    for index, tool in enumerate(fields.tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise RequestError(f"tools[{index}] must be of type function", param="tools")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise RequestError(f"tools[{index}].function needs a name", param="tools")
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise RequestError(
+            "tool_choice other than none and auto is not supported yet", param="tool_choice"
+        )
+    if fields.tools and fields.parallel_tool_calls is False:
+        raise RequestError(
+            "parallel_tool_calls: false is not supported yet", param="parallel_tool_calls"
+        )
+
+
+def _template_kwargs(
+    fields: ConversationFields, default_kwargs: dict[str, object]
+) -> dict[str, object]:
+    if fields.chat_template is not None:
+        raise RequestError("a request may not bring a chat template", param="chat_template")
+    given = fields.chat_template_kwargs or {}
+    for name in given:
+        if name in RESERVED:
+            raise RequestError(
+                f"chat_template_kwargs may not set {name[:100]!r}", param="chat_template_kwargs"
+            )
+    kwargs = dict(default_kwargs)
+    effort = fields.reasoning_effort
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise RequestError(
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
+            )
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return kwargs | given
+
+
+def _message(index: int, given: dict[str, object]) -> dict[str, object]:
+    """One message with its content as one text."""
+    where = f"messages[{index}]"
+    if not isinstance(given.get("role"), str) or not given["role"]:
+        raise RequestError(f"{where} needs a role", param="messages")
+    message = {**given, "content": _text(where, given.get("content"))}
+    if message.get("tool_calls") is not None:
+        message["tool_calls"] = _tool_calls(where, message["tool_calls"])
+    return message
+
+
+def _text(where: str, content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content must be a text or a list of parts", param="messages")
+    return "\n".join(_part(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise RequestError(
+            f"{where}: only parts of type text can be read; got {str(kind)[:50]!r}",
+            param="messages",
+        )
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a text", param="messages")
+    return text
+
+
+def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
+    """The calls of an earlier answer; templates expect their arguments as objects, not as JSON."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where}.tool_calls must be a list", param="messages")
+    read = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"{where}.tool_calls[{index}] needs a function with a name", param="messages"
+            )
+        arguments = _arguments(f"{where}.tool_calls[{index}]", function.get("arguments"))
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
+
+
+def _arguments(where: str, arguments: object) -> dict[str, object]:
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"{where}: arguments must be a JSON object", param="messages")
+    return value

@@ -1,0 +1,214 @@
+"""From an OpenAI body to a `Question`: what to generate, and how to tell it.
+
+Everything that can be judged without a tokenizer is judged here, before anything is built.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from limelight.config import ServerConfig
+from limelight.server.bodies import (
+    NOT_YET,
+    NOT_YET_CHAT,
+    ChatFields,
+    CompletionFields,
+    SharedFields,
+    StreamOptions,
+    check_max_tokens,
+    check_sizes,
+    decode,
+    refuse_not_yet,
+)
+from limelight.server.http import Refused, clean_request_id
+from limelight.server.messages import Conversation, read_conversation
+from limelight.types import RequestError, SamplingParams
+
+MAX_PROMPTS = 1024
+MAX_SEQUENCES = 16_384
+MAX_PRIORITY = 2**31 - 1
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "n", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words",
+    "allowed_token_ids", "logit_bias", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """An HTTP request for text, checked: what to generate, and how to tell it.
+
+    `source` is a conversation or prompts as texts and token ids. `params` is what to compute,
+    `logprobs` and `shared` what to tell; with `prompt_only` nothing generated is told.
+    `field_names` are the body's names of what is called otherwise elsewhere.
+    """
+
+    kind: Literal["chat", "completion"]
+    id: str
+    model: str
+    shared: SharedFields
+    source: Conversation | list[str | list[int]]
+    params: SamplingParams
+    logprobs: int | None
+    include_usage: bool
+    echo: bool = False
+    prompt_only: bool = False
+    field_names: dict[str | None, str] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        if self.num_sequences > MAX_SEQUENCES:
+            raise RequestError(
+                f"n times the number of prompts must be at most {MAX_SEQUENCES}", param="n"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        prompts = len(self.source) if isinstance(self.source, list) else 1
+        return prompts * self.params.n
+
+    @property
+    def add_special_tokens(self) -> bool:
+        """Whether the tokenizer adds its own; a chat template has already written them."""
+        wanted = self.shared.add_special_tokens
+        return self.kind == "completion" if wanted is None else wanted
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.shared.stream_options or StreamOptions()
+        return self.include_usage and bool(options.continuous_usage_stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads bodies against what the server offers: names, limits and sampling defaults."""
+
+    names: list[str]
+    config: ServerConfig
+    defaults: dict[str, float | int]
+
+    def chat(self, body: bytes, request_id: str) -> Question:
+        """A body of /v1/chat/completions; `RequestError` names the field that is wrong."""
+        refuse_not_yet(body, NOT_YET | NOT_YET_CHAT)
+        shared = self._shared(body)
+        own = decode(body, ChatFields)
+        if own.top_logprobs is not None and not own.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        self._check_logprobs("top_logprobs", own.top_logprobs)
+        logprobs = (own.top_logprobs or 0) if own.logprobs else None
+        name = "max_tokens" if own.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = shared.max_tokens
+        if own.max_completion_tokens is not None:
+            max_tokens = own.max_completion_tokens
+        check_max_tokens(name, max_tokens, 1)
+        return Question(
+            kind="chat",
+            id="chatcmpl-" + (clean_request_id(shared.request_id) or request_id),
+            model=self.names[0],
+            shared=shared,
+            source=read_conversation(body, self.config.default_chat_template_kwargs or {}),
+            params=self._params(shared, max_tokens, logprobs, shared.prompt_logprobs),
+            logprobs=logprobs,
+            include_usage=self._include_usage(shared),
+            field_names={"prompt": "messages", "max_tokens": name},
+        )
+
+    def completion(self, body: bytes, request_id: str) -> Question:
+        """A body of /v1/completions; `RequestError` names the field that is wrong."""
+        refuse_not_yet(body, NOT_YET)
+        shared = self._shared(body)
+        own = decode(body, CompletionFields)
+        self._check_logprobs("logprobs", own.logprobs)
+        max_tokens = 16 if shared.max_tokens is None else shared.max_tokens
+        # Nothing to generate makes sense only where the prompt itself is asked for.
+        tells_prompt = own.echo or shared.prompt_logprobs is not None
+        check_max_tokens("max_tokens", max_tokens, 0 if tells_prompt else 1)
+        prompt_logprobs = shared.prompt_logprobs
+        if own.echo and own.logprobs is not None:
+            counts = (own.logprobs, prompt_logprobs or 0)
+            prompt_logprobs = -1 if -1 in counts else max(counts)
+        return Question(
+            kind="completion",
+            id="cmpl-" + (clean_request_id(shared.request_id) or request_id),
+            model=self.names[0],
+            shared=shared,
+            source=_prompts(own.prompt),
+            params=self._params(shared, max_tokens or 1, own.logprobs, prompt_logprobs),
+            logprobs=own.logprobs,
+            include_usage=self._include_usage(shared),
+            echo=bool(own.echo),
+            prompt_only=max_tokens == 0,
+        )
+
+    def _shared(self, body: bytes) -> SharedFields:
+        shared = decode(body, SharedFields)
+        self.check_model(shared.model)
+        self._check_logprobs("prompt_logprobs", shared.prompt_logprobs)
+        check_sizes(shared)
+        if shared.stream_options is not None and not shared.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if shared.stream and shared.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        if abs(shared.priority) > MAX_PRIORITY:
+            raise RequestError(f"priority must be within {MAX_PRIORITY} of 0", param="priority")
+        return shared
+
+    def check_model(self, model: str | None):
+        """`Refused` (404) unless this name is served; none at all means the only model there is."""
+        if model is not None and model not in self.names:
+            raise Refused(
+                404, f"there is no model {model[:100]!r} here; there is {', '.join(self.names)}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def _check_logprobs(self, name: str, count: int | None):
+        most = self.config.max_logprobs
+        if count is None or most == -1 and count >= -1:
+            return
+        if not 0 <= count <= most:
+            raise RequestError(
+                f"{name} must be from 0 to {most} (see --max-logprobs), got {count}", param=name
+            )
+
+    def _include_usage(self, shared: SharedFields) -> bool:
+        options = shared.stream_options or StreamOptions()
+        asked = options.include_usage or self.config.enable_force_include_usage
+        return bool(shared.stream and asked)
+
+    def _params(
+        self,
+        shared: SharedFields,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        given = {name: getattr(shared, name) for name in SAMPLING}
+        values = self.defaults | {name: value for name, value in given.items() if value is not None}
+        make: Callable[..., SamplingParams] = SamplingParams
+        params = make(
+            **values, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+        if params.n > 1 and params.temperature == 0:
+            raise RequestError(
+                "n must be 1 at temperature 0: all choices would be the same", param="n"
+            )
+        return params
+
+
+def _prompts(prompt: str | list[int | str | list[int]] | None) -> list[str | list[int]]:
+    """The prompts in whichever of the four forms they came."""
+    if prompt is None:
+        raise RequestError("prompt is missing", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(part) for part in prompt}
+    if len(kinds) != 1:
+        text = "prompt must be a text, token ids, or a non-empty list of texts or of token ids"
+        raise RequestError(text, param="prompt")
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
+    return prompt  # type: ignore[return-value]

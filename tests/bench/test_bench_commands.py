@@ -1,0 +1,53 @@
+import json
+
+import pytest
+import tiny
+
+from limelight import cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write_checkpoint(folder, "flint")
+    return str(folder)
+
+
+def bench(tmp_path, *argv):
+    """The rows of a run, in FP32 on the CPU."""
+    file = tmp_path / "figures.json"
+    flags = ["--json", str(file), "--device", "cpu", "--dtype", "float32"]
+    assert cli.main(["bench", *argv, *flags]) == 0
+    kept = json.loads(file.read_text())
+    assert kept["bench"] == argv[0]
+    return kept["rows"]
+
+
+def test_the_engine_and_transformers_decode_the_same_tokens(folder, tmp_path, capsys):
+    rows = bench(
+        tmp_path, "decode", folder, "--batch", "1", "3", "--context", "37",
+        "--num-tokens", "5", "--compare", "transformers",
+    )  # fmt: skip
+    assert [(row["batch"], row["engine"]) for row in rows] == [
+        (1, "limelight"),
+        (1, "transformers"),
+        (3, "limelight"),
+        (3, "transformers"),
+    ]
+    assert all(row["same_tokens"] == 1 for row in rows)
+    assert all(row["step_ms"]["n"] == 5 for row in rows)
+    assert {row["weights"] for row in rows} == {"fp32"}
+    assert "transformers" in capsys.readouterr().out
+
+
+def test_prefills_have_a_row_for_each_batch_and_context(folder, tmp_path):
+    argv = ["prefill", folder, "--batch", "1", "2", "--context", "17", "40", "--rounds", "2"]
+    rows = bench(tmp_path, *argv)
+    assert [(row["context"], row["batch"]) for row in rows] == [(17, 1), (17, 2), (40, 1), (40, 2)]
+    assert all(row["ttft_ms"]["n"] == row["tokens_per_s"]["n"] == 2 for row in rows)
+
+
+def test_dummy_weights_are_not_compared(folder, capsys):
+    argv = ["bench", "decode", folder, "--compare", "transformers", "--load-format", "dummy"]
+    assert cli.main(argv) == 2
+    assert "real weights" in capsys.readouterr().err

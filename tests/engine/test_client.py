@@ -1,0 +1,179 @@
+"""The engine across a process border: outputs, aborts, faults, and no process left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import request, write_checkpoint
+
+from limelight.config import EngineConfig
+from limelight.engine.client import EngineClient, EngineDead
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flint")
+    write_checkpoint(path, "flint")
+    return path
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended but was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def gone(pid: int, *, within: float) -> bool:
+    deadline = time.monotonic() + within
+    while alive(pid) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return not alive(pid)
+
+
+def with_client(folder, scenario):
+    """Run `scenario(client, pid)` against a ready engine and close it."""
+
+    async def main():
+        client = EngineClient(EngineConfig(model=str(folder), device="cpu", max_num_seqs=8))
+        await client.start()
+        pid = client._process.pid
+        try:
+            await asyncio.wait_for(client.wait_ready(), 60)
+            await scenario(client, pid)
+        finally:
+            await client.close()
+        assert not alive(pid) and not client._folder.exists()
+
+    asyncio.run(main())
+
+
+async def collect(client, one, *, leave_after=None):
+    """The tokens of a request and its finish reason; None if we left early."""
+    tokens = []
+    outputs = client.submit(one)
+    async for output in outputs:
+        tokens += output.token_ids
+        if leave_after is not None and len(tokens) >= leave_after:
+            await outputs.aclose()
+            return tokens, None
+        reason = output.finish_reason
+    return tokens, reason
+
+
+async def until(condition, *, within=2.0):
+    deadline = time.monotonic() + within
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert condition()
+
+
+def test_requests_are_served_together_and_leavers_are_forgotten(folder):
+    async def scenario(client, pid):
+        asked = [request([5, 6, 7 + i], max_tokens=20 + i) for i in range(5)]
+        jobs = [collect(client, one, leave_after=3 if i == 2 else None) for i, one in enumerate(asked)]
+        results = await asyncio.gather(*jobs)
+        lengths = [len(tokens) for tokens, _ in results]
+        assert lengths[:2] + lengths[3:] == [20, 21, 23, 24] and 3 <= lengths[2] < 22
+        await until(lambda: client.stats.running == 0 and client.stats.cache_usage == 0.0)
+        assert client.status.phase == "ready" and client.status.healthy
+
+    with_client(folder, scenario)
+
+
+def test_an_abort_reaches_the_one_who_listens(folder):
+    async def scenario(client, pid):
+        one = request([1, 2], max_tokens=400)
+        job = asyncio.create_task(collect(client, one))
+        await until(lambda: client.stats.running == 1)
+        client.abort(one.id)
+        tokens, reason = await asyncio.wait_for(job, 2)
+        assert reason == "abort" and len(tokens) < 400
+
+    with_client(folder, scenario)
+
+
+def test_a_killed_engine_fails_everyone_at_once(folder):
+    async def scenario(client, pid):
+        jobs = [
+            asyncio.create_task(collect(client, request([i + 1], max_tokens=500))) for i in range(4)
+        ]
+        await until(lambda: client.stats.running == 4)
+        os.kill(pid, signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 2)
+        assert all(isinstance(result, EngineDead) for result in results)
+        assert not client.status.healthy and "signal 9" in client.status.detail
+        with pytest.raises(EngineDead):
+            await collect(client, request([1]))
+
+    with_client(folder, scenario)
+
+
+def test_a_silent_engine_is_not_healthy_until_it_speaks_again(folder, monkeypatch):
+    monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.0)
+
+    async def scenario(client, pid):
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: not client.status.healthy, within=4)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: client.status.healthy, within=2)
+
+    with_client(folder, scenario)
+
+
+def test_a_fault_at_the_start_is_told_in_the_engines_own_words(tmp_path):
+    async def main():
+        client = EngineClient(EngineConfig(model=str(tmp_path), device="cpu"))
+        await client.start()
+        with pytest.raises(EngineDead, match=r"config.json: no such file"):
+            await asyncio.wait_for(client.wait_ready(), 60)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_during_the_start_leaves_no_process(folder):
+    async def main():
+        for seconds in (0.0, 1.0):
+            client = EngineClient(EngineConfig(model=str(folder), device="cpu"))
+            await client.start()
+            pid = client._process.pid
+            await asyncio.sleep(seconds)
+            await client.close()
+            assert await gone(pid, within=5)
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from limelight.config import EngineConfig
+from limelight.engine.client import EngineClient
+
+async def main():
+    client = EngineClient(EngineConfig(model=sys.argv[1], device="cpu"))
+    await client.start()
+    await client.wait_ready()
+    print(client._process.pid, client._folder, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_parent_takes_the_engine_with_it(folder):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        pid, sockets = parent.stdout.readline().split()
+        assert alive(int(pid))
+        parent.kill()
+    assert asyncio.run(gone(int(pid), within=5))
+    assert not Path(sockets).exists()

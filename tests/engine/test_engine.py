@@ -1,0 +1,139 @@
+"""The loop settles what a scripted runner gives: ends, errors and aborts, one request at a time."""
+
+import time
+
+import pytest
+
+from limelight.cache.blocks import BlockPool
+from limelight.cache.groups import CacheGroups, plan_groups
+from limelight.engine.engine import Engine
+from limelight.engine.scheduler import Scheduler
+from limelight.types import Request, Sampled, SamplingParams, StepResult, TokenLogprobs
+
+EOS = 9
+
+
+class ScriptedRunner:
+    """Gives each request the tokens of its script; a text in a script is an error."""
+
+    def __init__(self, scripts):
+        self.scripts, self.slots, self.made = scripts, {}, {}
+
+    def execute(self, plan):
+        for admission in plan.admissions:
+            self.slots[admission.slot] = admission.request
+            self.made[admission.request.id] = len(admission.output_token_ids)
+        return StepResult([self.answer(grant) for grant in plan.grants])
+
+    def answer(self, grant):
+        request = self.slots[grant.slot]
+        following = request.prompt_token_ids[grant.start + 1 :][: grant.num_tokens]
+        reports = [TokenLogprobs(token, -1.0, 1, []) for token in following]
+        prompt_logprobs = reports if request.params.prompt_logprobs is not None else None
+        if not grant.samples:
+            return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
+        token = self.scripts[request.id][self.made[request.id]]
+        self.made[request.id] += 1
+        if isinstance(token, Exception):
+            raise token
+        if isinstance(token, str):
+            return Sampled(grant.slot, [], error=token)
+        return Sampled(grant.slot, [token], prompt_logprobs=prompt_logprobs)
+
+
+def engine_of(scripts, *, blocks=100, chunk=16) -> Engine:
+    groups = CacheGroups(plan_groups([None, 4]), BlockPool(blocks, block_size=4))
+    scheduler = Scheduler(groups, max_num_seqs=8, max_num_batched_tokens=chunk, max_model_len=80)
+    return Engine(scheduler, ScriptedRunner(scripts), eos_token_ids=[EOS])
+
+
+def ask(name, *, prompt=(1, 2, 3), max_tokens=5, **params) -> Request:
+    return Request(
+        id=name, prompt_token_ids=list(prompt), params=SamplingParams(**params),
+        max_tokens=max_tokens, seed=0, arrival=time.monotonic(),
+    )  # fmt: skip
+
+
+def serve(engine, *requests):
+    """All outputs by request, stepping until the work is done."""
+    outputs = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.scheduler.check()
+    assert engine.stats().cache_usage == 0.0
+    return outputs
+
+
+def tokens(outputs):
+    return [token for output in outputs for token in output.token_ids]
+
+
+@pytest.mark.parametrize(
+    "params, script, made, reason, stop",
+    [
+        ({}, [4, 4, EOS, 4], [4, 4, EOS], "stop", None),
+        ({}, [4] * 9, [4] * 5, "length", None),
+        ({"ignore_eos": True}, [EOS, 4, EOS, 4, 4], [EOS, 4, EOS, 4, 4], "length", None),
+        ({"stop_token_ids": [7]}, [4, 7, 4], [4, 7], "stop", 7),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [EOS], [EOS], "stop", EOS),
+    ],
+    ids=["eos", "length", "ignore-eos", "stop-id", "eos-as-stop-id"],
+)
+def test_a_sequence_ends_for_the_right_reason(params, script, made, reason, stop):
+    outputs = serve(engine_of({"a": script}), ask("a", **params))["a"]
+    assert tokens(outputs) == made
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (reason, stop)
+
+
+def test_an_error_of_one_sequence_leaves_the_others_alone():
+    engine = engine_of({"a": [4] * 5, "b": [4, "broken"], "c": [5] * 5})
+    outputs = serve(engine, ask("a"), ask("b"), ask("c"))
+    assert outputs["b"][-1].finish_reason == "error" and outputs["b"][-1].error == "broken"
+    assert tokens(outputs["a"]) == [4] * 5 and tokens(outputs["c"]) == [5] * 5
+
+
+def test_a_step_that_fails_ends_its_sequences_and_the_engine_goes_on():
+    engine = engine_of({"a": [4, RuntimeError("no memory")], "b": [4] * 5})
+    assert serve(engine, ask("a"))["a"][-1].error == "no memory"
+    assert tokens(serve(engine, ask("b"))["b"]) == [4] * 5
+
+
+def test_an_abort_ends_a_request_wherever_it_stands():
+    engine = engine_of({"running": [4] * 50, "waiting": [4] * 50}, blocks=22)
+    engine.add(ask("running", prompt=range(50), max_tokens=20))
+    engine.step()
+    engine.add(ask("waiting", prompt=range(50), max_tokens=20))
+    for name in ("waiting", "running"):
+        assert engine.abort(name).finish_reason == "abort"
+        assert engine.abort(name) is None
+        engine.scheduler.check()
+    assert not engine.has_work and engine.stats().cache_usage == 0.0
+
+
+@pytest.mark.parametrize("blocks", [100, 22], ids=["roomy", "with-preemption"])
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_prompt_logprobs_come_once_and_whole(blocks, chunk):
+    names = ["a", "b", "c", "d"]
+    engine = engine_of({name: [4] * 30 for name in names}, blocks=blocks, chunk=chunk)
+    prompt = list(range(20, 41))
+    asked = [ask(name, prompt=prompt, max_tokens=29, prompt_logprobs=0) for name in names]
+    for outputs in serve(engine, *asked).values():
+        (reports,) = (output.prompt_logprobs for output in outputs if output.prompt_logprobs)
+        assert reports[0] is None
+        assert [report.token_id for report in reports[1:]] == prompt[1:]
+        assert len(tokens(outputs)) == 29
+    assert (engine.stats().preemptions > 0) == (blocks == 22)
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    engine = engine_of({"a": [4] * 10})
+    engine.add(ask("a"))
+    with pytest.raises(ValueError, match="already"):
+        engine.add(ask("a"))
+    while engine.has_work:
+        engine.step()
+    engine.add(ask("a"))

@@ -1,0 +1,312 @@
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from limelight.engine.front import Choice, make_requests
+from limelight.text.tokenizer import BYTE_OF, Tokenizer
+from limelight.types import ModelInfo, Output, Request, RequestError, SamplingParams, TokenLogprobs
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """One token a byte, by its number, then an end token and a few words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("c", "a"), ("ca", "t"), ("Ġ", "cat"), ("d", "o"), ("Ġ", "do")]
+    pieces = [*alphabet, "<|end|>", "ca", "cat", "Ġcat", "do", "Ġdo"]
+    made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    folder = tmp_path_factory.mktemp("model")
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+def info(**changes):
+    known = {
+        "architecture": "Flint", "vocab_size": 300, "max_model_len": 50, "eos_token_ids": [EOS],
+        "block_size": 16, "num_blocks": 9, "dtype": "float32",
+    }  # fmt: skip
+    return ModelInfo(**(known | changes))
+
+
+def make(prompt=(1, 2, 3), *, tokenizer=None, model=None, params=None, **fields):
+    params = params or SamplingParams(**fields)
+    return make_requests("r", list(prompt), params, info=model or info(), tokenizer=tokenizer)
+
+
+def refused(**given):
+    with pytest.raises(RequestError) as caught:
+        make(**given)
+    return caught.value
+
+
+# Requests.
+
+
+def test_one_choice_has_the_requests_own_id_and_several_have_numbers():
+    assert [request.id for request in make()] == ["r"]
+    assert [request.id for request in make(n=3)] == ["r-0", "r-1", "r-2"]
+
+
+def test_a_request_carries_what_it_was_given():
+    before = time.monotonic()
+    params = SamplingParams(max_tokens=4)
+    (request,) = make_requests(
+        "r", [5], params, info=info(), tokenizer=None, priority=-3, cache_salt="s"
+    )
+    assert (request.prompt_token_ids, request.params) == ([5], params)
+    assert (request.priority, request.cache_salt, request.max_tokens) == (-3, "s", 4)
+    assert before <= request.arrival <= time.monotonic()
+
+
+def test_each_choice_has_the_next_seed():
+    assert [request.seed for request in make(n=3, seed=7)] == [7, 8, 9]
+    assert [request.seed for request in make(n=2, seed=2**63 - 1)] == [2**63 - 1, -(2**63)]
+
+
+def test_without_a_seed_each_choice_has_its_own_random_one():
+    seeds = {request.seed for request in make(n=50)}
+    assert len(seeds) == 50
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**55
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "given"),
+    [(3, 16, 16), (3, None, 47), (45, 10, 5), (45, 50, 5), (49, None, 1), (49, 0, 0), (1, 49, 49)],
+)
+def test_an_answer_has_the_tokens_asked_for_or_the_room_that_is_left(prompt, asked, given):
+    assert make([7] * prompt, max_tokens=asked)[0].max_tokens == given
+
+
+@pytest.mark.parametrize("length", [50, 51, 2500])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(length):
+    error = refused(prompt=[7] * length)
+    assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+    assert f"has {length} tokens" in str(error) and "takes 50 tokens" in str(error)
+
+
+def test_an_empty_prompt_is_refused():
+    assert refused(prompt=[]).param == "prompt"
+
+
+def test_more_tokens_than_the_model_ever_takes_are_refused():
+    error = refused(max_tokens=51)
+    assert error.param == "max_tokens" and "51" in str(error) and "50" in str(error)
+
+
+@pytest.mark.parametrize("token_id", [-1, 300, 2**40, 1.0, True, "1", None, "x" * 10**6], ids=repr)
+def test_an_id_outside_the_vocabulary_is_refused(token_id):
+    error = refused(prompt=[5, token_id, 5])
+    assert error.param == "prompt" and len(str(error)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_token_ids", [5, 300]), ("allowed_token_ids", [300]), ("logit_bias", {300: 1.0})],
+)
+def test_ids_in_the_parameters_are_of_the_vocabulary_too(name, value):
+    error = refused(**{name: value})
+    assert error.param == name and "from 0 to 299" in str(error)
+    assert len(make(**{name: value}, model=info(vocab_size=301))) == 1
+
+
+def test_a_model_without_a_tokenizer_has_no_stop_texts_and_no_bad_words():
+    assert refused(stop="x").param == "stop"
+    assert refused(bad_words=["x"]).param == "bad_words"
+    assert make(stop=[], bad_words=[])[0].bad_words == []
+
+
+def test_a_bad_word_is_spelled_as_it_is_and_after_a_blank(tokenizer):
+    ids = {
+        text: tokenizer.encode(text, add_special_tokens=False)
+        for text in ("cat", " cat", "x", " x")
+    }
+    assert [len(one) for one in ids.values()] == [1, 1, 1, 2]
+    (request,) = make(tokenizer=tokenizer, bad_words=["cat", " x"])
+    # " x" takes one token more than "x", which the ban of "x" covers.
+    assert request.bad_words == [ids["cat"], ids[" cat"], ids["x"]]
+
+
+def test_a_bad_word_is_spelled_once_where_a_blank_changes_nothing():
+    class Stripping:
+        def encode(self, text, *, add_special_tokens):
+            return ids_of(text.strip())
+
+    assert make(tokenizer=Stripping(), bad_words=["cat"])[0].bad_words == [ids_of("cat")]
+
+
+def test_a_bad_word_without_tokens_is_refused(tokenizer):
+    assert refused(tokenizer=tokenizer, bad_words=["  "]).param == "bad_words"
+
+
+def test_a_bad_word_outside_the_models_vocabulary_is_refused(tokenizer):
+    error = refused(tokenizer=tokenizer, bad_words=["cat"], model=info(vocab_size=200))
+    assert error.param == "bad_words"
+
+
+def test_the_longest_prompt_is_checked_at_once():
+    model = info(max_model_len=262_144)
+    start = time.monotonic()
+    assert len(make([299] * 262_143, model=model)) == 1
+    assert time.monotonic() - start < 1
+
+
+def test_no_tensor_library_comes_in():
+    check = (
+        "import sys, limelight.engine.front\n"
+        "sys.exit(bool({'torch', 'asyncio', 'jinja2'} & sys.modules.keys()))"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", check], cwd=root).returncode == 0
+
+
+# Choices.
+
+
+def opened(tokenizer, **fields):
+    (request,) = make(tokenizer=tokenizer, params=SamplingParams(**fields))
+    return Choice(request, tokenizer)
+
+
+def ids_of(text):
+    """One token a byte."""
+    table = sorted(pre_tokenizers.ByteLevel.alphabet())
+    number = {BYTE_OF[character]: i for i, character in enumerate(table)}
+    return [number[byte] for byte in text.encode()]
+
+
+def report(token_id):
+    return TokenLogprobs(token_id, -float(token_id), 1, [(token_id, -float(token_id))])
+
+
+def out(text="", *, ids=None, reports=False, **fields):
+    ids = ids_of(text) if ids is None else ids
+    logprobs = [report(token_id) for token_id in ids] if reports else None
+    return Output(request_id="r", token_ids=ids, logprobs=logprobs, **fields)
+
+
+def test_a_choice_is_the_sum_of_its_deltas(tokenizer):
+    choice = opened(tokenizer, logprobs=1)
+    first = choice.take(out("Zwölf", reports=True, num_cached=2, prompt_logprobs=[None, report(1)]))
+    last = choice.take(out("!", reports=True, finish_reason="length"))
+    assert (first.text, first.finish_reason, first.num_cached) == ("Zwölf", None, 2)
+    assert first.prompt_logprobs == choice.prompt_logprobs == [None, report(1)]
+    assert (last.text, last.token_ids, last.finish_reason) == ("!", ids_of("!"), "length")
+    assert (choice.text, choice.token_ids) == ("Zwölf!", ids_of("Zwölf!"))
+    assert choice.logprobs == [report(token_id) for token_id in ids_of("Zwölf!")]
+    assert (choice.finish_reason, choice.stop_reason, choice.num_cached) == ("length", None, 2)
+
+
+def test_without_logprobs_there_are_none(tokenizer):
+    choice = opened(tokenizer)
+    assert choice.take(out("a", finish_reason="length")).logprobs is None
+    assert choice.logprobs is None
+
+
+def test_a_stop_text_ends_a_choice_though_the_engine_goes_on(tokenizer):
+    choice = opened(tokenizer, stop=["END"], logprobs=0)
+    assert choice.take(out("alpha E", reports=True)).text == "alpha "
+    delta = choice.take(out("ND of", reports=True))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", "END")
+    assert delta.token_ids == ids_of("ND") and len(delta.logprobs) == 2
+    assert (choice.text, choice.token_ids) == ("alpha ", ids_of("alpha END"))
+    assert [entry.token_id for entry in choice.logprobs] == choice.token_ids
+
+
+def test_nothing_adds_to_a_choice_that_has_ended(tokenizer):
+    choice = opened(tokenizer, stop=["b"])
+    choice.take(out("ab"))
+    late = choice.take(out("cd", reports=True, finish_reason="abort"))
+    assert (late.text, late.token_ids, late.logprobs, late.finish_reason) == ("", [], None, None)
+    assert (choice.text, choice.token_ids, choice.finish_reason) == ("a", ids_of("ab"), "stop")
+
+
+def test_a_stop_text_counts_before_the_engines_own_end(tokenizer):
+    choice = opened(tokenizer, stop=["b"])
+    delta = choice.take(out("abc", finish_reason="length"))
+    assert (delta.finish_reason, delta.stop_reason, choice.token_ids) == ("stop", "b", ids_of("ab"))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_token_that_ends_an_answer_is_among_its_tokens_but_not_in_its_text(tokenizer, skip):
+    choice = opened(tokenizer, skip_special_tokens=skip, stop=["c"])
+    delta = choice.take(out(ids=[*ids_of("ab"), EOS], finish_reason="stop"))
+    assert (delta.text, delta.token_ids[-1], delta.finish_reason) == ("ab", EOS, "stop")
+    choice = opened(tokenizer, skip_special_tokens=skip, stop_token_ids=ids_of("c"))
+    delta = choice.take(out("abc", finish_reason="stop", stop_reason=ids_of("c")[0]))
+    assert (delta.text, delta.stop_reason) == ("ab", ids_of("c")[0])
+
+
+def test_the_token_that_ends_an_answer_is_shown_on_request(tokenizer):
+    fields = {"include_stop_str_in_output": True}
+    ended = out(ids=[*ids_of("ab"), EOS], finish_reason="stop")
+    assert opened(tokenizer, **fields).take(ended).text == "ab"
+    assert opened(tokenizer, **fields, skip_special_tokens=False).take(ended).text == "ab<|end|>"
+
+
+def test_special_tokens_within_are_shown_on_request(tokenizer):
+    within = out(ids=[*ids_of("a"), EOS, *ids_of("b")])
+    assert opened(tokenizer, ignore_eos=True).take(within).text == "ab"
+    shown = opened(tokenizer, ignore_eos=True, skip_special_tokens=False).take(within)
+    assert shown.text == "a<|end|>b"
+
+
+@pytest.mark.parametrize("reason", ["length", "abort", "stop"])
+def test_what_was_held_back_comes_at_the_end(tokenizer, reason):
+    choice = opened(tokenizer, stop=["END"])
+    assert choice.take(out("a EN")).text == "a "
+    delta = choice.take(out(ids=[EOS] if reason == "stop" else [], finish_reason=reason))
+    assert (delta.text, delta.finish_reason, choice.text) == ("EN", reason, "a EN")
+
+
+def test_an_error_ends_a_choice_and_is_kept(tokenizer):
+    choice = opened(tokenizer)
+    delta = choice.take(out(finish_reason="error", error="no room"))
+    assert (delta.error, choice.error, choice.finish_reason) == ("no room", "no room", "error")
+
+
+def test_without_a_tokenizer_there_are_ids_alone():
+    choice = opened(None, logprobs=0)
+    delta = choice.take(out("abc", reports=True, finish_reason="length"))
+    assert (delta.text, delta.token_ids, len(delta.logprobs)) == ("", ids_of("abc"), 3)
+    assert (choice.text, choice.finish_reason) == ("", "length")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_choice_does_not_depend_on_how_its_tokens_come(tokenizer, seed):
+    rng = random.Random(seed)
+    ids = [rng.choice([*ids_of("aé b"), rng.randrange(262)]) for _ in range(40)]
+    fields = {"stop": ["a ", "bb"], "skip_special_tokens": bool(seed % 2), "min_tokens": seed % 5}
+    whole = opened(tokenizer, **fields)
+    whole.take(out(ids=ids, reports=True, finish_reason="length"))
+    pieces = opened(tokenizer, **fields)
+    rest, texts = ids, []
+    while rest and pieces.finish_reason is None:
+        size = rng.randrange(1, 6)
+        reason = "length" if len(rest) <= size else None
+        texts.append(pieces.take(out(ids=rest[:size], reports=True, finish_reason=reason)).text)
+        rest = rest[size:]
+    assert "".join(texts) == pieces.text == whole.text
+    assert (pieces.token_ids, pieces.logprobs) == (whole.token_ids, whole.logprobs)
+    assert (pieces.finish_reason, pieces.stop_reason) == (whole.finish_reason, whole.stop_reason)
+
+
+def test_a_request_of_another_choice_is_our_own_mistake(tokenizer):
+    with pytest.raises(AssertionError):
+        opened(tokenizer).take(Output(request_id="other", token_ids=[]))
+
+
+def test_requests_can_be_sent_to_another_process():
+    (request,) = make(n=1, seed=2**63 - 1, logit_bias={5: 1.0})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request

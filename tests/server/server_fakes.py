@@ -1,0 +1,238 @@
+"""A scripted engine, a byte-level tokenizer and servers around them."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from limelight.config import ServerConfig
+from limelight.engine.client import EngineDead, EngineStatus
+from limelight.server.app import create_app
+from limelight.server.lifecycle import Life
+from limelight.server.startup import address, listen
+from limelight.types import EngineStats, ModelInfo, Output, Request, TokenLogprobs
+
+MODEL = "tiny"
+END = 256
+START = 257
+TEMPLATE = (
+    "{% for tool in tools or [] %}[tool {{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if mood is defined %}({{ mood }}){% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """A folder with a tokenizer whose token n is byte n, and with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>", "<|start|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "bos_token": "<|start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def _byte_of(character: str) -> int:
+    """The byte that a character of the byte-level alphabet stands for."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ord(character) if ord(character) < 256 else others[ord(character) - 256]
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """Says what `script` says of a request, one token a step, and ends with the end token.
+
+    Flags may be set from another thread: `slow` seconds a step, `hold` stops all progress.
+    `die_after` that many tokens of a request, or after `die`, all is over.
+    """
+
+    script: Callable[[Request], list[int]] = lambda request: ids("Hello, world!")
+    slow: float = 0.0
+    hold: bool = False
+    die_after: int | None = None
+    phase: str = "ready"
+    healthy: bool = True
+    error: str | None = None
+    max_model_len: int = 100
+    requests: list[Request] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    speaking: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    closed: bool = False
+    stats: EngineStats = EngineStats(running=3, waiting=2, cache_usage=0.25, steps=7, step_tokens=9)
+
+    @property
+    def info(self) -> ModelInfo:
+        assert self.phase == "ready", "not ready"
+        return ModelInfo(
+            architecture="Tiny", vocab_size=258, max_model_len=self.max_model_len,
+            eos_token_ids=[END], block_size=16, num_blocks=64, dtype="float32",
+        )  # fmt: skip
+
+    @property
+    def status(self) -> EngineStatus:
+        healthy = self.healthy and self.phase != "dead"
+        return EngineStatus(self.phase, 40.0, healthy, "scripted")
+
+    def die(self):
+        self.phase = "dead"
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        self.closed = True
+
+    def abort(self, request_id: str):
+        self.aborted.append(request_id)
+
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        self.requests.append(request)
+        self.running.add(request.id)
+        finished = False
+        try:
+            script = [*self.script(request), END]
+            for step, token_id in enumerate(script, 1):
+                if self.die_after is not None and step > self.die_after:
+                    self.die()
+                await self._step()
+                reason = "length" if step in (request.max_tokens, len(script)) else None
+                reason = "stop" if token_id == END and not request.params.ignore_eos else reason
+                self.speaking.add(request.id)
+                finished = reason is not None or self.error is not None
+                yield self._output(request, step, token_id, reason)
+                if finished:
+                    return
+        finally:
+            self.running.discard(request.id)
+            if not finished:
+                self.aborted.append(request.id)
+
+    async def _step(self):
+        await asyncio.sleep(self.slow)
+        while self.hold and self.phase != "dead":
+            await asyncio.sleep(0.005)
+        if self.phase == "dead":
+            raise EngineDead("segfault at 0xdeadbeef in /opt/secret/engine.py")
+
+    def _output(self, request: Request, step: int, token_id: int, reason: str | None) -> Output:
+        params = request.params
+        wants = step == 1 and params.prompt_logprobs is not None
+        prompt = [guess(i, params.prompt_logprobs or 0) for i in request.prompt_token_ids[1:]]
+        return Output(
+            request_id=request.id,
+            token_ids=[token_id],
+            logprobs=None if params.logprobs is None else [guess(token_id, params.logprobs)],
+            prompt_logprobs=[None, *prompt] if wants else None,
+            finish_reason="error" if self.error else reason,
+            error=self.error,
+            num_cached=min(5, len(request.prompt_token_ids) - 1),
+            queued_seconds=0.001,
+        )
+
+
+def guess(token_id: int, top: int) -> TokenLogprobs:
+    """The token is likeliest; the one after it is impossible."""
+    likely = [(token_id, -0.25), ((token_id + 1) % 256, float("-inf")), (0, -9.0)]
+    return TokenLogprobs(token_id, -0.25, 1, likely[:top])
+
+
+class Api:
+    """The app in process: requests without a socket, each in an event loop of its own."""
+
+    def __init__(self, app):
+        self.app = app
+
+    def request(self, method: str, path: str, **fields) -> httpx.Response:
+        return asyncio.run(self._request(method, path, fields))
+
+    async def _request(self, method: str, path: str, fields: dict) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://limelight") as client:
+            return await client.request(method, path, **fields)
+
+    def get(self, path: str, **fields) -> httpx.Response:
+        return self.request("GET", path, **fields)
+
+    def post(self, path: str, **fields) -> httpx.Response:
+        return self.request("POST", path, **fields)
+
+    def chat(self, text: str = "Hi", **fields) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return self.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt: object = "Once", **fields) -> httpx.Response:
+        return self.post("/v1/completions", json={"prompt": prompt, **fields})
+
+
+class LiveServer:
+    """A real server on a fresh port, with its whole life in a thread."""
+
+    def __init__(self, engine, tokenizer, template, config: ServerConfig):
+        self.engine = engine
+        self.exit_code: int | None = None
+        self._socket = listen("127.0.0.1", 0)
+        self.url = address(self._socket)
+        self.port = self._socket.getsockname()[1]
+        self.app = create_app(engine, tokenizer, template, config, model=MODEL)
+        self.life = Life(engine, self.app.state.lifecycle, seconds_to_drain=config.shutdown_timeout)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self.thread.start()
+        wait_until(lambda: self.get("/version").status_code == 200)
+
+    async def _main(self):
+        self.loop = asyncio.get_running_loop()
+        self.exit_code = await self.life.serve(self.app, self._socket, "curl")
+
+    def signal(self):
+        """What SIGTERM does."""
+        self.loop.call_soon_threadsafe(self.life.stop)
+
+    def get(self, path: str, **fields) -> httpx.Response:
+        return httpx.get(self.url + path, **fields)
+
+    def post(self, path: str, **fields) -> httpx.Response:
+        return httpx.post(self.url + path, **fields)
+
+    def close(self):
+        self.engine.hold = False
+        while self.thread.is_alive():
+            self.signal()
+            self.thread.join(0.2)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5.0):
+    """Poll until the condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+def events(response: httpx.Response) -> list[object]:
+    """The data of a stream's events, parsed but for [DONE]."""
+    return list(map(parse_event, filter(None, response.text.split("\n\n"))))
+
+
+def parse_event(text: str) -> object:
+    data = text.splitlines()[-1].removeprefix("data: ")
+    return data if data == "[DONE]" else json.loads(data)

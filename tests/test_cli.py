@@ -1,0 +1,259 @@
+import json
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from limelight import SamplingParams, cli
+from limelight.config import EngineConfig, ServerConfig
+from limelight.flags import check_foreign, config_from
+
+
+def engine(*argv):
+    return config_from(cli.parse(["serve", *argv]), EngineConfig)
+
+
+def server(*argv):
+    return config_from(cli.parse(["serve", *argv]), ServerConfig)
+
+
+def complaint(capsys, *argv):
+    """What the command says, in one line, after failing with exit code 2."""
+    assert cli.main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("limelight: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def run(*argv):
+    return subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_help_answers_in_under_a_third_of_a_second():
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = run("-m", "limelight", "--help")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        assert all(name in done.stdout for name in cli.COMMANDS)
+    # The least of five, as other processes may take the cores meanwhile.
+    assert min(seconds) < 0.3
+
+
+def test_the_help_of_every_command_needs_no_torch():
+    program = (
+        "import sys; from limelight import cli\n"
+        "for argv in (['serve'], ['chat'], ['inspect'], ['bench', 'decode'], ['bench', 'serve']):\n"
+        "    try: cli.main([*argv, '--help'])\n"
+        "    except SystemExit as error: assert error.code == 0\n"
+        "heavy = {'torch', 'rich', 'transformers', 'starlette', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_field_of_the_configs_is_a_flag_and_its_default_is_stated_once():
+    help_text = run("-m", "limelight", "serve", "--help").stdout
+    for item in [*fields(EngineConfig), *fields(ServerConfig)]:
+        assert "--" + item.name.replace("_", "-") in help_text
+    assert engine() == EngineConfig()
+    assert server() == ServerConfig()
+
+
+def test_the_model_is_the_first_argument_or_a_flag():
+    assert engine("beam-nano").model == "beam-nano"
+    assert engine("--model", "beam-nano").model == "beam-nano"
+    assert engine("beam-nano", "--port", "1").model == "beam-nano"
+
+
+def test_dashes_and_underscores_spell_the_same_flag():
+    for flag in ("--max-num-seqs", "--max_num_seqs", "--max-num_seqs"):
+        assert engine(flag, "3").max_num_seqs == 3
+        assert engine(f"{flag}=3").max_num_seqs == 3
+
+
+def test_a_switch_can_be_turned_on_and_off():
+    assert engine("--enable-prefix-caching").enable_prefix_caching
+    assert not engine("--no-enable-prefix-caching").enable_prefix_caching
+    assert not engine("--no_enable_prefix_caching").enable_prefix_caching
+
+
+def test_a_list_takes_several_values_or_one_json_list():
+    assert server("--served-model-name", "a", "b").served_model_name == ["a", "b"]
+    assert server("--allowed-origins", '["http://x", "http://y"]').allowed_origins == [
+        "http://x",
+        "http://y",
+    ]
+
+
+def test_a_json_flag_is_whole_or_dotted_or_both():
+    both = server(
+        "--default-chat-template-kwargs", '{"a": {"b": 1}, "c": "x"}',
+        "--default_chat_template_kwargs.a.d", "true",
+        "--default-chat-template-kwargs.e=some text",
+    )  # fmt: skip
+    assert both.default_chat_template_kwargs == {
+        "a": {"b": 1, "d": True},
+        "c": "x",
+        "e": "some text",
+    }
+
+
+def test_a_text_that_looks_like_a_flag_is_left_alone():
+    args = cli.parse(["generate", "--prompt", "--- a_b.c_d", "x_y"])
+    assert args.prompt == ["--- a_b.c_d", "x_y"]
+
+
+def test_the_environment_gives_keys_unless_the_command_line_does(monkeypatch):
+    monkeypatch.setenv("LIMELIGHT_API_KEY", "from the environment")
+    assert server().api_key == ["from the environment"]
+    assert server("--api-key", "a", "b").api_key == ["a", "b"]
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys):
+    line = complaint(capsys, "serve", "flint-nano", "--max-model-length", "100")
+    assert "--max-model-length" in line
+    assert "did you mean --max-model-len?" in line
+    assert "did you mean" not in complaint(capsys, "serve", "--zzzzzzzz")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--port", "http"], "--port"),
+        (["serve", "--port"], "--port"),
+        (["serve", "--port", "70000"], "port must be at most 65535"),
+        (["serve", "--device", "tpu"], "choose from auto, cpu, cuda"),
+        (["serve", "--default-chat-template-kwargs", "{"], "not valid JSON"),
+        (["serve", "--default-chat-template-kwargs", "[1]"], "expected a JSON object"),
+        (["serve", "--default-chat-template-kwargs.a"], "expected a value"),
+        (["serve", "--allowed-origins", "[1"], "not a JSON list"),
+        (["serve", "flint-nano", "beam-nano"], "'beam-nano'"),
+        (["sreve"], "'sreve'"),
+        (["bench"], "limelight bench --help"),
+        ([], "limelight --help"),
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["generate", "--prompt", "a", "--sampling.top_q", "1"], "'top_q'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_one_line(capsys, argv, words):
+    assert words in complaint(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--reasoning-parser", "glm47"],
+        ["--tool-call-parser", "glm47"],
+        ["--enable-auto-tool-choice"],
+        ["--speculative-config", '{"method": "dflash"}'],
+        ["--speculative_config.num_speculative_tokens", "7"],
+        ["-dp", "4"],
+        ["--enable-expert-parallel"],
+        ["--kv-cache-dtype", "fp8"],
+        ["--quantization=fp8"],
+        ["--enable-lora"],
+        ["-tp", "4"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_feature_still_to_come_is_refused_by_name(capsys, argv):
+    line = complaint(capsys, "serve", "flint-nano", *argv)
+    assert "not supported yet" in line
+    name = argv[0].split(".")[0].split("=")[0].replace("_", "-")
+    long = {"-dp": "data-parallel-size", "-tp": "tensor_parallel_size"}
+    assert long.get(name, name) in line
+
+
+def test_all_features_still_to_come_are_named_at_once(capsys):
+    argv = ["serve", "-dp", "4", "--moe-backend", "x", "--enable-expert-parallel"]
+    line = complaint(capsys, *argv)
+    assert "--data-parallel-size, --enable-expert-parallel are not supported yet" in line
+
+
+def test_flags_without_a_meaning_here_are_ignored_with_a_line_each():
+    args = cli.parse(
+        ["serve", "--trust-remote-code", "--swap-space", "4", "--no-enable-chunked-prefill",
+         "--attention-config.backend", "FLASHINFER",
+         "--kernel-config", '{"enable_flashinfer_autotune": false}',
+         "--cudagraph-capture-sizes", "1", "2", "--max-num-seqs", "7"]
+    )  # fmt: skip
+    assert config_from(args, EngineConfig) == EngineConfig(max_num_seqs=7)
+    warnings = check_foreign(args)
+    assert [line.split()[0] for line in warnings] == [
+        "--trust-remote-code",
+        "--swap-space",
+        "--enable-chunked-prefill",
+        "--attention-config",
+        "--kernel-config",
+        "--cudagraph-capture-sizes",
+    ]
+
+
+def test_an_unknown_key_of_an_ignored_json_flag_is_still_a_mistake(capsys):
+    line = complaint(capsys, "serve", "--attention-config", '{"backend": "X", "bakcend": "Y"}')
+    assert "'bakcend'" in line
+
+
+def test_serve_hands_the_configs_to_the_server_and_its_exit_code_back(monkeypatch):
+    seen = []
+    app = type(sys)("limelight.server.app")
+    app.run = lambda *configs: seen.append(configs) or 7
+    monkeypatch.setitem(sys.modules, "limelight.server.app", app)
+    assert cli.main(["serve", "beam-nano", "--port", "0", "--seed", "3"]) == 7
+    assert seen == [(EngineConfig(model="beam-nano", seed=3), ServerConfig(port=0))]
+
+
+def test_a_failure_at_start_has_another_exit_code_than_a_mistake(monkeypatch, capsys):
+    def run(*configs):
+        raise OSError("port 8000 is taken")
+
+    app = type(sys)("limelight.server.app")
+    app.run = run
+    monkeypatch.setitem(sys.modules, "limelight.server.app", app)
+    assert cli.main(["serve"]) == 1
+    assert capsys.readouterr().err == "limelight: error: port 8000 is taken\n"
+
+
+def test_generate_prints_texts_or_json(monkeypatch, capsys):
+    seen = []
+
+    def generate(prompts, params):
+        seen.append(params)
+        choice = SimpleNamespace(text="!", token_ids=(7,), finish_reason="length")
+        return [SimpleNamespace(outputs=[choice]) for _ in prompts]
+
+    llm = nullcontext(SimpleNamespace(generate=generate))
+    module = SimpleNamespace(LLM=lambda **config: seen.append(config["model"]) or llm)
+    monkeypatch.setitem(sys.modules, "limelight.engine.llm", module)
+    argv = ["generate", "beam-nano", "--prompt", "a", "b", "--sampling.top_p", "0.5"]
+    assert cli.main([*argv, "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out == "!\n!\n"
+    assert seen == ["beam-nano", SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5)]
+    assert cli.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[1] == {
+        "prompt": "b",
+        "text": "!",
+        "token_ids": [7],
+        "finish_reason": "length",
+    }
+
+
+def test_python_m_limelight_is_the_same_command():
+    done = run("-m", "limelight", "--version")
+    assert (done.returncode, done.stdout[:10]) == (0, "limelight ")
+    done = run("-m", "limelight", "serve", "--nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
