@@ -33,6 +33,8 @@ PEAK_RATE, WARM_UP, DECAY = 3e-3, 300, 0.4  # steps; the share of the training t
 WEIGHT_DECAY, BETAS, CLIP = 0.05, (0.9, 0.95), 1.0
 BALANCE_LOSS = 0.01  # Flint's
 BIAS_STEP = 0.001  # Beam's (DeepSeek-V3, 2.1.2)
+# Beam's residual expects embeddings of the size of its normed sublayers.
+EMBEDDING_SIZE, HEAD_SIZE = {Flint: 0.3, Beam: 1.0}, 0.01
 REPORT_EVERY, SAVE_EVERY = 100, 1000  # steps
 SCORED_AT = (0.3, 0.6, 0.8)  # of the training, and at its end
 
@@ -49,17 +51,18 @@ def build(family: Family, folder: Path, device: torch.device) -> Flint | Beam:
 @torch.no_grad()
 def initialize(model: Flint | Beam) -> None:
     """Norms 1, per-head numbers 0, matrices so that each keeps the size of its input."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0 if name.endswith("norm.weight") or "_in." in name or "_out." in name else 0.0)
-        elif name.startswith("embed"):
-            parameter.normal_(0.0, 1.0 if isinstance(model, Beam) else 0.3)
-        elif name.startswith("head"):
-            parameter.normal_(0.0, 0.01)
+    for name, target in model.targets().items():
+        into = target.into
+        if into.ndim == 1:
+            into.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        elif "embed_tokens" in name:
+            into.normal_(0.0, EMBEDDING_SIZE[type(model)])
+        elif "lm_head" in name:
+            into.normal_(0.0, HEAD_SIZE)
         else:
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-            if isinstance(model, Flint) and name.endswith(("o.weight", "down.weight", "down")):
-                parameter.mul_((2 * len(model.layers)) ** -0.5)
+            into.normal_(0.0, into.shape[-1] ** -0.5)
+            if isinstance(model, Flint) and name.endswith(("o_proj.weight", "down_proj.weight")):
+                into.mul_((2 * len(model.layers)) ** -0.5)
 
 
 class Trainer:
@@ -72,14 +75,15 @@ class Trainer:
         self.targets = self.model.targets()
         self.sparse = replace_experts(self.model)
         # Beam's selection biases move by a rule of their own.
-        self.weights = [p for name, p in self.model.named_parameters() if not name.endswith("bias_E")]
-        for weight in self.weights:
-            weight.requires_grad_(True)
+        named = {n: p for n, p in self.model.named_parameters() if not n.endswith("bias_E")}
+        self.weights = [weight.requires_grad_(True) for weight in named.values()]
         self.masters = [nn.Parameter(weight.detach().float().clone()) for weight in self.weights]
+        decays = [weight.ndim > 1 and "norm" not in name for name, weight in named.items()]
         groups = [
-            {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [m for m in self.masters if m.ndim == 1], "weight_decay": 0.0},
-        ]
+            {"params": [m for m, one in zip(self.masters, decays, strict=True) if one is decayed],
+             "weight_decay": WEIGHT_DECAY if decayed else 0.0}
+            for decayed in (True, False)
+        ]  # fmt: skip
         self.optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=BETAS, fused=True)
         on_gpu = device.type == "cuda"
         windows = set(self.model.config.windows)
@@ -138,7 +142,8 @@ class Trainer:
 
     def _next_tokens(self, texts: list[list[int]]) -> list[int]:
         found = []
-        for tokens_BL, starts_BL, ends in _packed(texts, self.rows):
+        length = ROW if self.masks else max(map(len, texts))
+        for tokens_BL, starts_BL, ends in _packed(texts, self.rows, length):
             batch = self.batch(starts_BL.to(self.device))
             hidden_TD = self.hidden(tokens_BL.to(self.device).flatten(), batch)
             found += self.model.logits(hidden_TD[ends]).argmax(dim=-1).tolist()
@@ -158,15 +163,19 @@ class Trainer:
         return torch.stack(sums).mean().item()
 
 
-def _packed(texts: list[list[int]], rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+def _packed(
+    texts: list[list[int]], rows: int, length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Batches of rows that hold the texts in order, and where in the flat batch each text ends."""
-    def fresh():
-        return torch.zeros(rows, ROW, dtype=torch.int64), torch.zeros(rows, ROW, dtype=torch.int64), []
+
+    def fresh() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        tokens, starts = torch.zeros(2, rows, length, dtype=torch.int64)
+        return tokens, starts, []
 
     tokens, starts, ends = fresh()
     row = at = 0
     for text in texts:
-        if at + len(text) > ROW:
+        if at + len(text) > length:
             row, at = row + 1, 0
         if row == rows:
             yield tokens, starts, ends
@@ -174,8 +183,8 @@ def _packed(texts: list[list[int]], rows: int) -> Iterator[tuple[torch.Tensor, t
         tokens[row, at : at + len(text)] = torch.tensor(text)
         starts[row, at:] = at
         at += len(text)
-        ends.append(row * ROW + at - 1)
         starts[row, at:] = at
+        ends.append(row * length + at - 1)
     yield tokens, starts, ends
 
 

@@ -1,7 +1,7 @@
 """The memory of the KV cache: how many bytes a block takes, how many fit, and each layer's part.
 
 One tensor for all groups of layers: group g's i-th layer uses row i, and a block belongs to one
-group at a time. Block 0 belongs to no one: padding points at it.
+group at a time. Block 0 belongs to no one and stays zero: padding points at it.
 """
 
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ class KVStorage:
         self, groups: list[GroupSpec], shape: BlockShape, num_blocks: int, device: torch.device
     ):
         slots = (num_blocks + 1) * shape.size
-        # Zeros, so that a masked key of the null block is a number: 0 * NaN would not vanish.
+        # Zeros: attention reads slot 0 as the key and value of no token.
         self.pool = torch.zeros(
             shape.rows, 2, shape.kv_heads, slots, shape.head_dim, dtype=shape.dtype, device=device
         )
         self.groups, self.shape, self.num_blocks = groups, shape, num_blocks
         self.group_of_layer = [0] * sum(len(group.layers) for group in groups)
-        self.caches = [LayerCache(self.pool[0, 0], self.pool[0, 1])] * len(self.group_of_layer)
+        self.caches = [LayerCache(self.pool[0])] * len(self.group_of_layer)
         for g, group in enumerate(groups):
             for row, layer in enumerate(group.layers):
                 self.group_of_layer[layer] = g
-                self.caches[layer] = LayerCache(self.pool[row, 0], self.pool[row, 1])
+                self.caches[layer] = LayerCache(self.pool[row])

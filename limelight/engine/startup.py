@@ -195,7 +195,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
 
 
 def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
-    """Run the shapes of serving once, on the null block, so that no request pays for the first."""
+    """Run the shapes of serving once, in a block of the empty cache: no request pays for them."""
     prompt = min(plan.chunk, 512, plan.max_model_len - 1)
     batches = [1, min(8, plan.max_num_seqs), plan.max_num_seqs]
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
@@ -203,7 +203,7 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
         request = Request(
             id="warm-up", prompt_token_ids=[0] * (prompt + 1), params=params, max_tokens=1, seed=0
         )
-        tables = [(0, [0] * (-(-(prompt + 1) // plan.block.size)))] * len(plan.groups)
+        tables = [(0, [1] * (-(-(prompt + 1) // plan.block.size)))] * len(plan.groups)
         admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
         runner.execute(StepPlan(admissions, [Grant(0, 0, prompt, tables, True)]))
         advance(1)

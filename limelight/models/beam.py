@@ -25,6 +25,7 @@ from limelight.models.layers import (
     LMHead,
     PerHead,
     Placement,
+    QKNorm,
     RMSNorm,
     RowParallelLinear,
     SwiGLU,
@@ -86,8 +87,7 @@ class Attention(nn.Module):
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, place,
             extra=("gate_proj",),
         )  # fmt: skip
-        self.q_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
+        self.qk_norm = QKNorm(self.qkvg, place, eps=config.rms_norm_eps)
         self.gate_bias = PerHead(config.num_heads, self.qkvg.heads, place, exact=False)
         self.o = RowParallelLinear(
             config.num_heads * config.head_dim, self.qkvg.channels, config.hidden_size, place
@@ -96,12 +96,13 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, turn: Rotation, ssmax_T11: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        q_THC, k_TKC, v_TKC, gate_THC = self.qkvg.by_head(x_TD)
-        q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
+        qk_TJC, v_TKC, gate_THC = self.qkvg.by_head(x_TD)
+        qk_TJC = self.qk_norm(qk_TJC)
+        if self.window is not None:
+            qk_TJC = rope.rotate(qk_TJC, turn)
+        q_THC, k_TKC = qk_TJC.tensor_split((self.qkvg.num_heads,), dim=1)
         if self.window is None:
             q_THC = rope.scale_queries(q_THC, ssmax_T11)
-        else:
-            q_THC, k_TKC = rope.rotate(q_THC, turn), rope.rotate(k_TKC, turn)
         out_THC = batch.attend(
             self.layer, q_THC, k_TKC, v_TKC, window=self.window, sinks_H=None, scale=self.scale
         )
@@ -112,8 +113,7 @@ class Attention(nn.Module):
         return (
             self.qkvg.targets(prefix)
             | self.o.targets(f"{prefix}.o_proj")
-            | self.q_norm.targets(f"{prefix}.q_norm")
-            | self.k_norm.targets(f"{prefix}.k_norm")
+            | self.qk_norm.targets(prefix)
             | {f"{prefix}.gate_bias": self.gate_bias.target(ZEROS)}
         )
 

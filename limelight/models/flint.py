@@ -22,6 +22,7 @@ from limelight.models.layers import (
     LMHead,
     PerHead,
     Placement,
+    QKNorm,
     RMSNorm,
     RowParallelLinear,
     SwiGLU,
@@ -72,18 +73,18 @@ class Attention(nn.Module):
         self.qkv = HeadProjections(
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, place
         )
-        self.q_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, place, eps=config.rms_norm_eps)
+        self.qk_norm = QKNorm(self.qkv, place, eps=config.rms_norm_eps)
         self.sinks = PerHead(config.num_heads, self.qkv.heads, place, exact=True)
         self.o = RowParallelLinear(
             config.num_heads * config.head_dim, self.qkv.channels, config.hidden_size, place
         )
 
     def forward(self, x_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
-        q_THC, k_TKC, v_TKC = self.qkv.by_head(x_TD)
-        q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
+        qk_TJC, v_TKC = self.qkv.by_head(x_TD)
+        qk_TJC = self.qk_norm(qk_TJC)
         if self.window is not None:
-            q_THC, k_TKC = rope.rotate(q_THC, turn), rope.rotate(k_TKC, turn)
+            qk_TJC = rope.rotate(qk_TJC, turn)
+        q_THC, k_TKC = qk_TJC.tensor_split((self.qkv.num_heads,), dim=1)
         out_THC = batch.attend(
             self.layer, q_THC, k_TKC, v_TKC,
             window=self.window, sinks_H=self.sinks.value_H, scale=self.scale,
@@ -94,8 +95,7 @@ class Attention(nn.Module):
         return (
             self.qkv.targets(prefix)
             | self.o.targets(f"{prefix}.o_proj")
-            | self.q_norm.targets(f"{prefix}.q_norm")
-            | self.k_norm.targets(f"{prefix}.k_norm")
+            | self.qk_norm.targets(prefix)
             | {f"{prefix}.softmax_offset": self.sinks.target(UNIT)}
         )
 

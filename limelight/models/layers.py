@@ -63,6 +63,17 @@ class Placement:
         value = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
 
+    def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Unset weights [..., out, in] of a product.
+
+        FP32 on a CPU keeps the input dimension outermost in memory: for the few rows of a decode
+        step the CPU's matrix product is then up to 1.7 times as fast.
+        """
+        if self.device.type != "cpu" or (dtype or self.dtype) != torch.float32:
+            return self.empty(*shape, dtype=dtype)
+        value = self.empty(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1)
+        return nn.Parameter(value, requires_grad=False)
+
 
 def whole(parameter: torch.Tensor, *, dummy: Dummy) -> Target:
     """The target of a tensor that every rank holds in full."""
@@ -103,7 +114,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, parts: list[Part], place: Placement):
         super().__init__()
         self.parts = parts
-        self.weight = place.empty(sum(part.held for part in parts), in_features)
+        self.weight = place.matrix(sum(part.held for part in parts), in_features)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TD, self.weight)
@@ -124,7 +135,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, take: slice, out_features: int, place: Placement):
         super().__init__()
         self.in_features, self.take, self.mesh = in_features, take, place.mesh
-        self.weight = place.empty(out_features, take.stop - take.start)
+        self.weight = place.matrix(out_features, take.stop - take.start)
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         return all_reduce(F.linear(x_TF, self.weight), self.mesh)
@@ -153,14 +164,34 @@ class HeadProjections(ColumnParallelLinear):
         kv = (kv_heads * head_dim, self._channels(self.kv_heads))
         more = [Part(name, query.size, query.take) for name in extra]
         super().__init__(size, [query, Part("k_proj", *kv), Part("v_proj", *kv), *more], place)
-        self.sizes = [part.held // head_dim for part in self.parts]
+        self.num_heads, self.num_kv_heads, *rest = (p.held // head_dim for p in self.parts)
+        self.sizes = [self.num_heads + self.num_kv_heads, *rest]
 
     def _channels(self, heads: slice) -> slice:
         return slice(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def by_head(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each projection as [T, its heads on this rank, C]."""
+        """[T, heads on this rank, C] of queries and keys side by side, of values, of each extra."""
         return self(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=1)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of every query head and every key head, each kind on its own weight."""
+
+    def __init__(self, projections: HeadProjections, place: Placement, *, eps: float):
+        super().__init__()
+        self.weight_2C = place.empty(2, projections.head_dim)
+        self.eps = eps
+        self.heads = [projections.num_heads, projections.num_kv_heads]
+
+    def forward(self, qk_TJC: torch.Tensor) -> torch.Tensor:
+        weights = zip(self.weight_2C, self.heads, strict=True)
+        weight_JC = torch.cat([weight_C.expand(count, -1) for weight_C, count in weights])
+        return norm.rmsnorm_by_head(qk_TJC, weight_JC, eps=self.eps)
+
+    def targets(self, prefix: str) -> Targets:
+        names = zip(("q_norm", "k_norm"), self.weight_2C, strict=True)
+        return {f"{prefix}.{name}.weight": whole(weight, dummy=ONES) for name, weight in names}
 
 
 class PerHead(nn.Module):
@@ -204,7 +235,7 @@ class LMHead(nn.Module):
         rows = place.mesh.shard(padded, what="vocabulary rows")
         self.take = slice(rows.start, min(rows.stop, vocab_size))
         dtype = torch.float32 if place.device.type == "cpu" else place.dtype
-        self.weight = place.empty(rows.stop - rows.start, size, dtype=dtype)
+        self.weight = place.matrix(rows.stop - rows.start, size, dtype=dtype)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         logits_TV = F.linear(x_TD.float(), self.weight.float())
@@ -241,8 +272,8 @@ class Experts(nn.Module):
         self.inner, self.mesh = inner, place.mesh
         self.take = place.mesh.shard(inner, what="expert channels")
         held = self.take.stop - self.take.start
-        self.gate_up = place.empty(count, 2 * held, size)
-        self.down = place.empty(count, size, held)
+        self.gate_up = place.matrix(count, 2 * held, size)
+        self.down = place.matrix(count, size, held)
 
     def forward(
         self, x_TD: torch.Tensor, weights_TN: torch.Tensor, ids_TN: torch.Tensor

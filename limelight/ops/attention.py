@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 # Prompts are attended this many queries at a time, which bounds the scores and keeps window
 # layers from scoring keys that no query of the piece can see.
@@ -20,21 +21,32 @@ QUERIES_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cache of one layer, flat over its slots (block * block_size + offset): [K, S, C] each."""
+    """The cache of one layer: [2, K, S, C], keys and then values, flat over its slots.
 
-    keys_KSC: torch.Tensor
-    values_KSC: torch.Tensor
+    A slot is block * block_size + offset. Slot 0 is never written and holds zeros: a key that
+    scores 0 against every query stands there for the sink.
+    """
+
+    pairs_2KSC: torch.Tensor
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
         """Put the keys and values of T tokens into their slots, in the cache's type."""
-        dtype = self.keys_KSC.dtype
-        self.keys_KSC.index_copy_(1, slots_T, k_TKC.to(dtype).transpose(0, 1))
-        self.values_KSC.index_copy_(1, slots_T, v_TKC.to(dtype).transpose(0, 1))
+        for half_KSC, new_TKC in zip(self.pairs_2KSC, (k_TKC, v_TKC), strict=True):
+            half_KSC.index_copy_(1, slots_T, new_TKC.to(half_KSC.dtype).transpose(0, 1))
+
+    def read(self, slots_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these slots: [K, B, L, C] each."""
+        kv_heads = self.pairs_2KSC.shape[1]
+        pairs = self.pairs_2KSC.flatten(0, 1).index_select(1, slots_BL.flatten())
+        return pairs.unflatten(1, slots_BL.shape).split(kv_heads)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """B neighbours in the batch with Q queries each, and the L keys that these may see."""
+    """B neighbours in the batch with Q queries each, and the L keys that these may see.
+
+    The last key is the one of slot 0, which only a sink makes visible.
+    """
 
     rows: slice
     slots_BL: torch.Tensor  # where the keys lie in the cache
@@ -79,10 +91,11 @@ class PagedLayout:
         ends_B1 = np.array(ends)[:, None]
         reach = ends_B1 if self.window is None else self.window + queries - 1
         firsts_B1 = np.maximum(ends_B1 - reach, 0)
-        keys_BL = firsts_B1 + np.arange((ends_B1 - firsts_B1).max())
+        # One more than the longest reach: the last column is slot 0 for everyone.
+        keys_BL = firsts_B1 + np.arange((ends_B1 - firsts_B1).max() + 1)
         blocks_BL = np.minimum(keys_BL // self.block_size, self.table_BN.shape[1] - 1)
         slots_BL = np.take_along_axis(self.table_BN[members], blocks_BL, axis=1) * self.block_size
-        # What lies behind a sequence's end is read from the null block and hidden.
+        # What lies behind a sequence's end is read from slot 0 and hidden.
         slots_BL = np.where(keys_BL < ends_B1, slots_BL + keys_BL % self.block_size, 0)
         at_BQ1 = (ends_B1 - queries + np.arange(queries))[..., None]
         hidden_BQL = keys_BL[:, None, :] > at_BQ1
@@ -104,18 +117,20 @@ def _attend(
     sinks_H: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """The equation above for B sequences: FP32 [B, Q, H, C]."""
-    kv_heads = k_KBLC.shape[0]
+    """The equation above for B sequences, whose last key is zero: FP32 [B, Q, H, C]."""
+    (kv_heads, batch, keys, size), queries = k_KBLC.shape, q_BQHC.shape[1]
     # The G query heads of one KV head stand side by side and share its keys in one product.
-    q_KBXC = q_BQHC.float().unflatten(2, (kv_heads, -1)).permute(2, 0, 3, 1, 4).flatten(2, 3)
-    scores_KBXL = torch.matmul(q_KBXC * scale, k_KBLC.float().transpose(2, 3))
-    scores_KBGQL = scores_KBXL.unflatten(2, (-1, q_BQHC.shape[1])) + bias_BQL[:, None]
+    q_KBGQC = q_BQHC.float().view(batch, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)
+    q_ZXC = q_KBGQC.reshape(kv_heads * batch, -1, size)
+    k_ZLC, v_ZLC = (x.float().reshape(-1, keys, size) for x in (k_KBLC, v_KBLC))
+    scores_ZXL = torch.bmm(q_ZXC, k_ZLC.transpose(1, 2))
+    scores_KBGQL = scores_ZXL.view(kv_heads, batch, -1, queries, keys)
+    scores_KBGQL = torch.add(bias_BQL[:, None], scores_KBGQL, alpha=scale)
     if sinks_H is not None:
-        sinks_KBGQ1 = sinks_H.float().view(kv_heads, 1, -1, 1, 1).expand(*scores_KBGQL.shape[:-1], 1)
-        scores_KBGQL = torch.cat((scores_KBGQL, sinks_KBGQ1), dim=-1)
-    weights_KBXL = torch.softmax(scores_KBGQL, dim=-1).flatten(2, 3)[..., : k_KBLC.shape[2]]
-    out_KBXC = torch.matmul(weights_KBXL, v_KBLC.float())
-    return out_KBXC.unflatten(2, (-1, q_BQHC.shape[1])).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        scores_KBGQL[..., -1] = sinks_H.float().view(kv_heads, 1, -1, 1)
+    weights_ZXL = torch.softmax(scores_KBGQL, dim=-1).view(scores_ZXL.shape)
+    out_KBGQC = torch.bmm(weights_ZXL, v_ZLC).view(kv_heads, batch, -1, queries, size)
+    return out_KBGQC.permute(1, 3, 0, 2, 4).reshape(q_BQHC.shape)
 
 
 def paged_attention(
@@ -129,14 +144,10 @@ def paged_attention(
     """Attention of this step's queries to their sequences' keys in the cache: [T, H, C]."""
     outs = []
     for segment in layout.segments:
-        slots, shape = segment.slots_BL.flatten(), segment.slots_BL.shape
+        q_BQHC = q_THC[segment.rows].unflatten(0, (len(segment.slots_BL), -1))
+        k_KBLC, v_KBLC = cache.read(segment.slots_BL)
         out_BQHC = _attend(
-            q_THC[segment.rows].unflatten(0, (shape[0], -1)),
-            cache.keys_KSC.index_select(1, slots).unflatten(1, shape),
-            cache.values_KSC.index_select(1, slots).unflatten(1, shape),
-            segment.bias_BQL,
-            sinks_H=sinks_H,
-            scale=scale,
+            q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale
         )
         outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -156,18 +167,16 @@ def packed_attention(
     outs = []
     parts = zip(q_THC.split(lengths), k_TKC.split(lengths), v_TKC.split(lengths), strict=True)
     for q_LHC, k_LKC, v_LKC in parts:
-        at_L = torch.arange(len(q_LHC), device=q_LHC.device)
-        hidden_LL = at_L > at_L[:, None]
+        at_L = torch.arange(len(q_LHC) + 1, device=q_LHC.device)
+        hidden_QL = at_L > at_L[:-1, None]
         if window is not None:
-            hidden_LL |= at_L <= at_L[:, None] - window
-        bias_LL = torch.zeros_like(hidden_LL, dtype=torch.float32)
+            hidden_QL |= at_L <= at_L[:-1, None] - window
+        bias_QL = torch.zeros(hidden_QL.shape, device=q_LHC.device)
+        # The zero key that stands for the sink comes last.
+        k_KBLC, v_KBLC = (F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(0, 1)[:, None] for x in (k_LKC, v_LKC))
         out_BQHC = _attend(
-            q_LHC[None],
-            k_LKC.transpose(0, 1)[:, None],
-            v_LKC.transpose(0, 1)[:, None],
-            bias_LL.masked_fill_(hidden_LL, float("-inf"))[None],
-            sinks_H=sinks_H,
-            scale=scale,
-        )
+            q_LHC[None], k_KBLC, v_KBLC, bias_QL.masked_fill_(hidden_QL, float("-inf"))[None],
+            sinks_H=sinks_H, scale=scale,
+        )  # fmt: skip
         outs.append(out_BQHC[0].to(q_LHC.dtype))
     return torch.cat(outs)

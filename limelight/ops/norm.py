@@ -17,6 +17,12 @@ def rmsnorm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.
     return y_TD.to(x_TD.dtype)
 
 
+def rmsnorm_by_head(x_TJC: torch.Tensor, weight_JC: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Normalize each head on a weight of its own."""
+    y_TJC = F.rms_norm(x_TJC.float(), x_TJC.shape[-1:], None, eps) * weight_JC
+    return y_TJC.to(x_TJC.dtype)
+
+
 def depth_scaled_add(h_TD: torch.Tensor, x_TD: torch.Tensor, *, n: int) -> torch.Tensor:
     """The n-th residual add of a network whose stream keeps its variance.
 

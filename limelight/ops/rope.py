@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of the tokens' positions, FP32 [T, 1, C / 2]."""
+    """Of the tokens' positions, FP32 [T, 1, C]: [cos, cos] and [-sin, sin] of each half's angles."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -24,7 +24,8 @@ def rotation(positions_T: torch.Tensor, *, head_dim: int, theta: float) -> Rotat
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
     inv_freq = 1.0 / (theta ** (exponent / head_dim))
     angles = (positions_T.float()[:, None] * inv_freq)[:, None, :]
-    return Rotation(cos=angles.cos(), sin=angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
 
 
 def ssmax_scale(positions_T: torch.Tensor) -> torch.Tensor:
@@ -34,9 +35,10 @@ def ssmax_scale(positions_T: torch.Tensor) -> torch.Tensor:
 
 def rotate(x_TJC: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """The rotation of every head in `x_TJC`."""
-    x1, x2 = x_TJC.float().chunk(2, dim=-1)
-    rotated = torch.cat((x1 * turn.cos - x2 * turn.sin, x2 * turn.cos + x1 * turn.sin), dim=-1)
-    return rotated.to(x_TJC.dtype)
+    x = x_TJC.float()
+    # Rolling by half a head puts [x2, x1] under [-sin, sin].
+    rolled = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * turn.cos, rolled, turn.sin).to(x_TJC.dtype)
 
 
 def scale_queries(q_THC: torch.Tensor, scale_T11: torch.Tensor) -> torch.Tensor:

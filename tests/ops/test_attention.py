@@ -52,9 +52,9 @@ class Pages:
         for b, count in enumerate(per):
             self.table[b, :count], order = order[:count], order[count:]
         slots = (sum(per) + 1) * block_size
-        keys = torch.full((2, slots, 8), float("nan"))
-        keys[:, :block_size] = 0.0
-        self.cache = LayerCache(keys, keys.clone())
+        pairs = torch.full((2, 2, slots, 8), float("nan"))
+        pairs[:, :, 0] = 0.0
+        self.cache = LayerCache(pairs)
 
     def attend(self, starts, ends, **options):
         """Run one step that computes [starts[b], ends[b]) of each sequence."""

@@ -18,7 +18,7 @@ def token_by_token(x, gate_up, down, weights, ids):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40, 700], ids="T{}".format)
-@pytest.mark.parametrize("experts, count", [(3, 1), (9, 4), (64, 6)], ids=str)
+@pytest.mark.parametrize("experts, count", [(3, 1), (9, 4), (9, 2), (64, 6)], ids=str)
 def test_experts_give_the_weighted_sum_of_those_chosen(tokens, experts, count):
     x = torch.randn(tokens, 12)
     gate_up, down = torch.randn(experts, 14, 12), torch.randn(experts, 12, 7)

@@ -1,0 +1,40 @@
+"""Print files of `benchmarks/results/` as Markdown tables: python benchmarks/table.py FILE ..."""
+
+import json
+import sys
+from pathlib import Path
+
+LABELS = ("model", "weights", "kv", "batch", "context", "engine")
+
+
+def cell(value: object) -> str:
+    """A figure by its median, with its outer tenths where there are some."""
+    if not isinstance(value, dict):
+        return "" if value is None else str(value)
+    tenths = f" ({value['p10']:.3g}-{value['p90']:.3g})" if value["n"] > 1 else ""
+    return f"{value['median']:.4g}{tenths}"
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """The rows with their labels in front, then their figures."""
+    keys = dict.fromkeys(key for row in rows for key in row if key != "slice")
+    columns = [key for key in LABELS if key in keys] + [key for key in keys if key not in LABELS]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[cell(row.get(column)) for column in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        kept = json.loads(Path(name).read_text(encoding="utf-8"))
+        machine = kept["machine"]
+        where = f"{machine['cpu']}, {machine['cores']} cores"
+        if machine["gpu"]:
+            where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver']}"
+        print(
+            f"`{kept['command']}`\non {where}, commit {kept['commit']}:\n\n{table(kept['rows'])}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
