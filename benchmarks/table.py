@@ -4,15 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+from limelight.bench.record import cell
+
 LABELS = ("model", "weights", "kv", "batch", "context", "engine")
-
-
-def cell(value: object) -> str:
-    """A figure by its median, with its outer tenths where there are some."""
-    if not isinstance(value, dict):
-        return "" if value is None else str(value)
-    tenths = f" ({value['p10']:.3g}-{value['p90']:.3g})" if value["n"] > 1 else ""
-    return f"{value['median']:.4g}{tenths}"
 
 
 def table(rows: list[dict[str, object]]) -> str:

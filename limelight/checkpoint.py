@@ -1,4 +1,4 @@
-"""Where a model's files are: a bundled name, a local folder or a hub id -> a folder, and its JSON."""
+"""Where a model's files are: bundled name, local folder or hub id -> a folder, and its JSON."""
 
 import json
 from pathlib import Path

@@ -26,7 +26,7 @@ def environment(name: str) -> str | None:
     return next((os.environ[key] for key in ENVIRONMENT.get(name, ()) if key in os.environ), None)
 
 
-def _check_choices(config: object):
+def _check_choices(config: "EngineConfig | ServerConfig"):
     """Refuse a value outside a `Literal` field's list."""
     hints = get_type_hints(type(config))
     for item in fields(config):

@@ -38,7 +38,11 @@ class Progress:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
 
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f}%"),
+        )
         with Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bars:
             task = bars.add_task(name, total=total)
             done = 0

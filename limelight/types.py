@@ -214,7 +214,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine; no token ids but those of admissions, so it can be made a step early."""
+    """One step of the engine; with no token ids but admissions', so it can be made a step early."""
 
     admissions: list[Admission] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)

@@ -17,25 +17,25 @@ from limelight.types import Output, Request, SamplingParams, TokenLogprobs
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 VOCAB = 97
-COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=7,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    sliding_window=17,
-    moe_intermediate_size=24,
-    num_experts=8,
-    num_experts_per_tok=2,
-    max_position_embeddings=512,
-)
-FLINT = COMMON | dict(
-    shared_expert_intermediate_size=40,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)
-BEAM = COMMON | dict(n_group=4, topk_group=2)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 17,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+}
+FLINT = COMMON | {
+    "shared_expert_intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+BEAM = COMMON | {"n_group": 4, "topk_group": 2}
 FAMILIES = {
     "flint": (FLINT, FlintConfig, FlintForCausalLM),
     "beam": (BEAM, BeamConfig, BeamForCausalLM),

@@ -94,7 +94,7 @@ def show(bench: str, rows: list[dict[str, object]]):
     from rich.table import Table
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = {column: [_cell(row.get(column)) for row in rows] for column in columns}
+    cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
     shared = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
     facts = ", ".join(f"{column} {cells[column][0]}" for column in shared)
     console, table = Console(highlight=False), Table()
@@ -107,7 +107,8 @@ def show(bench: str, rows: list[dict[str, object]]):
     console.print(table)
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A figure by its median, with its outer tenths where there are some; else the value."""
     if not isinstance(value, dict):
         return "" if value is None else str(value)
     tenths = f" ({value['p10']:.3g}-{value['p90']:.3g})" if value["n"] > 1 else ""

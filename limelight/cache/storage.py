@@ -14,7 +14,7 @@ from limelight.ops.attention import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What one block holds: `rows` layers, `size` tokens, `kv_heads` keys and values of `head_dim`."""
+    """What one block holds: `rows` layers of `size` tokens, with keys and values by head."""
 
     rows: int
     size: int

@@ -1,7 +1,6 @@
 """The loop: schedule -> run -> settle. Knows no torch, no text and no process."""
 
 import logging
-import time
 from typing import Protocol
 
 from limelight.engine.scheduler import Scheduler
@@ -54,9 +53,7 @@ class Engine:
         return Output(request_id=request_id, token_ids=[], finish_reason="abort")
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            **self.scheduler.stats(), steps=self.steps, step_tokens=self.step_tokens
-        )
+        return EngineStats(**self.scheduler.stats(), steps=self.steps, step_tokens=self.step_tokens)
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on."""

@@ -99,7 +99,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -160,9 +163,7 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         text, ids = self._prompt_ids(prompt)
         request_id = f"llm-{next(self._ids)}"
-        requests = make_requests(
-            request_id, ids, params, info=self.info, tokenizer=self.tokenizer
-        )
+        requests = make_requests(request_id, ids, params, info=self.info, tokenizer=self.tokenizer)
         choices = [Choice(request, self.tokenizer) for request in requests]
         return Job(request_id, text, requests, choices, open=set(range(len(requests))))
 
@@ -175,9 +176,7 @@ class LLM:
 
     def _run(self, jobs: list[Job]) -> Iterator[str]:
         """Step until all jobs are done; the pieces of text as they come."""
-        owners = {
-            request.id: (job, i) for job in jobs for i, request in enumerate(job.requests)
-        }
+        owners = {request.id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
         try:
             for job in jobs:
                 for request in job.requests:
@@ -230,14 +229,16 @@ class LLM:
     def _logprobs(self, reports: Sequence[TokenLogprobs | None] | None) -> Logprobs | None:
         if reports is None:
             return None
-        return [report and self._candidates(report) for report in reports]
+        return [None if report is None else self._candidates(report) for report in reports]
 
     def _candidates(self, report: TokenLogprobs) -> dict[int, Logprob]:
         ranked = [(token, logprob, i + 1) for i, (token, logprob) in enumerate(report.top)]
         if all(token != report.token_id for token, _ in report.top):
             ranked.append((report.token_id, report.logprob, report.rank))
         return {
-            token: Logprob(logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else "")
+            token: Logprob(
+                logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else ""
+            )
             for token, logprob, rank in ranked
         }
 
@@ -246,8 +247,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]
+    return list(prompts)
 
 
 def _one_each(

@@ -95,7 +95,9 @@ class MemoryPlan:
     @cached_property
     def tables(self) -> CacheGroups:
         """The block tables of a cache of this size, which know what fits."""
-        return CacheGroups(self.groups, BlockPool(max(1, self.num_blocks), block_size=self.block.size))
+        return CacheGroups(
+            self.groups, BlockPool(max(1, self.num_blocks), block_size=self.block.size)
+        )
 
     def blocks_for(self, length: int) -> int:
         """The least blocks that let one sequence reach `length` tokens."""

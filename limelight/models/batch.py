@@ -45,7 +45,7 @@ class Batch:
         sinks_H: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of `layer` for these tokens: [T, H, C]; their keys and values enter the cache."""
+        """Attention of `layer` for these tokens, [T, H, C]; keys and values enter the cache."""
         if self.paged is None:
             assert self.lengths is not None
             return packed_attention(

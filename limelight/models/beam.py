@@ -187,7 +187,8 @@ class Beam(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, place)
-        self.layers = nn.ModuleList(Layer(config, i, place) for i in range(config.num_layers))
+        layers = [Layer(config, i, place) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
@@ -216,5 +217,6 @@ class Beam(nn.Module):
             | self.head.targets("lm_head")
         )
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             targets |= layer.targets(f"model.layers.{i}")
         return targets

@@ -6,10 +6,9 @@ the result and is not supported.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 Json = Mapping[str, object]
-T = TypeVar("T", int, float, bool)
 
 
 class ConfigReader:
@@ -111,7 +110,9 @@ class ModelConfig:
         return len(self.windows)
 
 
-def read_common(reader: ConfigReader, *, layer_types: list[str], sparse: list[bool]) -> dict:
+def read_common(
+    reader: ConfigReader, *, layer_types: list[str], sparse: list[bool]
+) -> dict[str, Any]:
     """The keys that both families spell alike, as arguments of a `ModelConfig`."""
     reader.require("hidden_act", "silu")
     reader.require("attention_bias", False, None)

@@ -156,7 +156,8 @@ class Flint(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, place)
-        self.layers = nn.ModuleList(Layer(config, i, place) for i in range(config.num_layers))
+        layers = [Layer(config, i, place) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
@@ -182,5 +183,6 @@ class Flint(nn.Module):
             | self.head.targets("lm_head")
         )
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             targets |= layer.targets(f"model.layers.{i}")
         return targets

@@ -248,7 +248,7 @@ class LMHead(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward: down(silu(gate x) * up x), its inner width divided among the ranks."""
+    """The dense feed-forward: down(silu(gate x) * up x), its width divided among the ranks."""
 
     def __init__(self, size: int, inner: int, place: Placement):
         super().__init__()

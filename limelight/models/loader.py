@@ -91,7 +91,9 @@ def _files(folder: Path) -> list[Path]:
         return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = sorted(path.name for path in folder.glob("*.[bp][it]*") if path.suffix in (".bin", ".pt"))
+        pickles = sorted(
+            path.name for path in folder.glob("*.[bp][it]*") if path.suffix in (".bin", ".pt")
+        )
         reason = f"; {pickles[0]} is a pickle, which may run code and is refused" if pickles else ""
         raise ValueError(f"{folder}: no .safetensors file{reason}")
     if len(files) > 1:
@@ -102,7 +104,7 @@ def _files(folder: Path) -> list[Path]:
 def _read_header(file: Path) -> Iterator[Source]:
     try:
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118: not a dict
+            for name in tensors.keys():  # noqa: SIM118
                 piece = tensors.get_slice(name)
                 shape = tuple(piece.get_shape())
                 everything = tuple(slice(0, size) for size in shape)
@@ -148,17 +150,19 @@ def match_tensors(
         if source.dtype not in DTYPES:
             raise ValueError(f"{source}: type {source.dtype}; expected one of {', '.join(DTYPES)}")
         if source.shape != target.shape:
-            raise ValueError(
-                f"{source}: shape {list(source.shape)}; expected {list(target.shape)}"
-            )
+            raise ValueError(f"{source}: shape {list(source.shape)}; expected {list(target.shape)}")
     return found
 
 
 def _some(names: list[str]) -> str:
     head = ", ".join(names[:3])
-    return f"{head} is" if len(names) == 1 else f"{head} and {len(names) - 3} more are" if len(
-        names
-    ) > 3 else f"{head} are"
+    return (
+        f"{head} is"
+        if len(names) == 1
+        else f"{head} and {len(names) - 3} more are"
+        if len(names) > 3
+        else f"{head} are"
+    )
 
 
 def load_weights(model: Model, folder: Path, sources: dict[str, Source], progress: Progress):
@@ -210,9 +214,7 @@ def load_model(
         return model.eval()
     # Shapes alone: a fault in the checkpoint is found before any memory is taken.
     outline = build(architecture, config, Placement(place.mesh, place.dtype, torch.device("meta")))
-    sources = match_tensors(
-        find_tensors(folder), outline.targets(), outline.renames, folder=folder
-    )
+    sources = match_tensors(find_tensors(folder), outline.targets(), outline.renames, folder=folder)
     model = build(architecture, config, place)
     load_weights(model, folder, sources, progress)
     return model.eval()

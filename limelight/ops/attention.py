@@ -38,7 +38,8 @@ class LayerCache:
         """Keys and values of these slots: [K, B, L, C] each."""
         kv_heads = self.pairs_2KSC.shape[1]
         pairs = self.pairs_2KSC.flatten(0, 1).index_select(1, slots_BL.flatten())
-        return pairs.unflatten(1, slots_BL.shape).split(kv_heads)  # type: ignore[return-value]
+        keys, values = pairs.unflatten(1, slots_BL.shape).split(kv_heads)
+        return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,7 @@ def paged_attention(
     for segment in layout.segments:
         q_BQHC = q_THC[segment.rows].unflatten(0, (len(segment.slots_BL), -1))
         k_KBLC, v_KBLC = cache.read(segment.slots_BL)
-        out_BQHC = _attend(
-            q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale
-        )
+        out_BQHC = _attend(q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale)
         outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -173,7 +172,9 @@ def packed_attention(
             hidden_QL |= at_L <= at_L[:-1, None] - window
         bias_QL = torch.zeros(hidden_QL.shape, device=q_LHC.device)
         # The zero key that stands for the sink comes last.
-        k_KBLC, v_KBLC = (F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(0, 1)[:, None] for x in (k_LKC, v_LKC))
+        k_KBLC, v_KBLC = (
+            F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(0, 1)[:, None] for x in (k_LKC, v_LKC)
+        )
         out_BQHC = _attend(
             q_LHC[None], k_KBLC, v_KBLC, bias_QL.masked_fill_(hidden_QL, float("-inf"))[None],
             sinks_H=sinks_H, scale=scale,

@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Of the tokens' positions, FP32 [T, 1, C]: [cos, cos] and [-sin, sin] of each half's angles."""
+    """[cos, cos] and [-sin, sin] of the angles of the tokens' positions: FP32 [T, 1, C]."""
 
     cos: torch.Tensor
     sin: torch.Tensor

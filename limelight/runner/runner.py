@@ -41,9 +41,7 @@ class ModelRunner:
         self.block_size = storage.shape.size
         max_blocks = -(-max_model_len // self.block_size)
         # Entries behind a window keep stale ids; attention never looks there.
-        self.tables = [
-            np.zeros((max_num_seqs, max_blocks), dtype=np.int64) for _ in storage.groups
-        ]
+        self.tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int64) for _ in storage.groups]
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
@@ -107,7 +105,9 @@ class ModelRunner:
         starts = np.array([grant.start for grant in grants])
         counts = np.array([grant.num_tokens for grant in grants])
         ends = starts + counts
-        positions_T = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+        positions_T = np.arange(counts.sum()) + np.repeat(
+            starts - (counts.cumsum() - counts), counts
+        )
         rows_T = np.repeat(slots, counts)
         blocks = -(-int(ends.max()) // self.block_size)
         layouts = []
@@ -143,9 +143,7 @@ class ModelRunner:
         )
         return dict(zip(slots, choices, strict=True))
 
-    def _prompt_logprobs(
-        self, grant: Grant, hidden_TD: torch.Tensor
-    ) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(self, grant: Grant, hidden_TD: torch.Tensor) -> list[TokenLogprobs] | None:
         """Of the prompt tokens at start + 1 .. start + num_tokens, where they were asked for."""
         request = self.slots[grant.slot].request
         if request.params.prompt_logprobs is None:

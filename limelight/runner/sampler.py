@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from limelight.types import Request, TokenLogprobs
+from limelight.types import Request, SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 MASK64 = (1 << 64) - 1
@@ -139,7 +139,9 @@ class Sampler:
         ).to(self.device, torch.float32)
         return History(self._members(request.prompt_token_ids), counts_V)
 
-    def choose(self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]) -> list[Choice]:
+    def choose(
+        self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]
+    ) -> list[Choice]:
         """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
         rules = [self.rules[slot] for slot in slots]
         processed_RV = self._processed(logits_RV, rules)
@@ -190,12 +192,14 @@ class Sampler:
         cumulated_RV = probs_RV.double().cumsum(dim=-1)
         index_R1 = torch.searchsorted(cumulated_RV, u_R1 * cumulated_RV[:, -1:], right=True)
         # Rounding may leave u at the very end; the last token with a probability is meant.
-        last_R1 = (probs_RV > 0).long().mul(torch.arange(1, probs_RV.shape[1] + 1, device=self.device))
+        last_R1 = (
+            (probs_RV > 0).long().mul(torch.arange(1, probs_RV.shape[1] + 1, device=self.device))
+        )
         index_R1 = torch.minimum(index_R1, last_R1.amax(dim=-1, keepdim=True) - 1).clamp_(min=0)
         chosen_R1 = index_R1 if ids_RV is None else ids_RV.gather(1, index_R1)
         return chosen_R1[:, 0].tolist()
 
-    def _truncate(self, probs_RV: torch.Tensor, params: list) -> torch.Tensor:
+    def _truncate(self, probs_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         """Zero what min-p, top-k and top-p leave out of rows sorted by falling probability."""
         kept_RV = probs_RV >= probs_RV[:, :1] * self._column([p.min_p for p in params])
         top_k = self._column([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
@@ -225,7 +229,7 @@ class Sampler:
 def token_logprobs(
     logits_RV: torch.Tensor, token_ids: list[int], counts: list[int]
 ) -> list[TokenLogprobs]:
-    """The log-probability and rank of one token a row, and of the `counts[r]` likeliest (-1: all)."""
+    """Log-probability and rank of one token a row, and of the `counts[r]` likeliest (-1: all)."""
     vocab_size = logits_RV.shape[1]
     wanted = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)

@@ -77,7 +77,9 @@ async def until(condition, *, within=2.0):
 def test_requests_are_served_together_and_leavers_are_forgotten(folder):
     async def scenario(client, pid):
         asked = [request([5, 6, 7 + i], max_tokens=20 + i) for i in range(5)]
-        jobs = [collect(client, one, leave_after=3 if i == 2 else None) for i, one in enumerate(asked)]
+        jobs = [
+            collect(client, one, leave_after=3 if i == 2 else None) for i, one in enumerate(asked)
+        ]
         results = await asyncio.gather(*jobs)
         lengths = [len(tokens) for tokens, _ in results]
         assert lengths[:2] + lengths[3:] == [20, 21, 23, 24] and 3 <= lengths[2] < 22

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import Answer, VOCAB, prompts, request, run, start, write_checkpoint
+from tiny import VOCAB, Answer, prompts, request, run, start, write_checkpoint
 
 from limelight.engine.engine import Engine
 

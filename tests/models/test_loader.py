@@ -158,18 +158,18 @@ def test_a_pickle_is_refused(flint):
 
 
 CONFIG_FAULTS = {
-    "unknown architecture": (dict(architectures=["LlamaForCausalLM"]), "unknown architecture"),
+    "unknown architecture": ({"architectures": ["LlamaForCausalLM"]}, "unknown architecture"),
     "rotation of another kind": (
-        dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
         "rope_parameters",
     ),
-    "bias": (dict(attention_bias=True), "attention_bias"),
-    "heads": (dict(num_attention_heads=5), "num_attention_heads"),
-    "negative": (dict(hidden_size=-1), "hidden_size"),
-    "text for a number": (dict(num_experts="8"), "num_experts"),
-    "too many chosen": (dict(num_experts_per_tok=9), "num_experts_per_tok"),
-    "layer types": (dict(layer_types=["full_attention"]), "layer_types"),
-    "quantized": (dict(quantization_config={"quant_algo": "NVFP4"}), "quantized"),
+    "bias": ({"attention_bias": True}, "attention_bias"),
+    "heads": ({"num_attention_heads": 5}, "num_attention_heads"),
+    "negative": ({"hidden_size": -1}, "hidden_size"),
+    "text for a number": ({"num_experts": "8"}, "num_experts"),
+    "too many chosen": ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    "layer types": ({"layer_types": ["full_attention"]}, "layer_types"),
+    "quantized": ({"quantization_config": {"quant_algo": "NVFP4"}}, "quantized"),
 }
 
 

@@ -8,26 +8,41 @@ from tiny import prompts, request, run, start, write_checkpoint
 TIE = 1e-5
 SHAPES = [
     ("flint", {}),
-    ("flint", dict(num_attention_heads=6, num_key_value_heads=3, sliding_window=3)),
-    ("flint", dict(num_attention_heads=5, num_key_value_heads=5, head_dim=6, sliding_window=40)),
-    ("flint", dict(num_attention_heads=7, num_key_value_heads=1, num_experts_per_tok=5)),
-    ("flint", dict(num_experts=3, num_experts_per_tok=1, mlp_only_layers=[], num_hidden_layers=3)),
-    ("flint", dict(layer_types=["sliding_attention"] * 4, num_hidden_layers=4, hidden_size=40)),
-    ("flint", dict(layer_types=["full_attention"] * 4, num_hidden_layers=4, mlp_only_layers=[2])),
+    ("flint", {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": 3}),
+    (
+        "flint",
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6, "sliding_window": 40},
+    ),
+    ("flint", {"num_attention_heads": 7, "num_key_value_heads": 1, "num_experts_per_tok": 5}),
+    (
+        "flint",
+        {"num_experts": 3, "num_experts_per_tok": 1, "mlp_only_layers": [], "num_hidden_layers": 3},
+    ),
+    (
+        "flint",
+        {"layer_types": ["sliding_attention"] * 4, "num_hidden_layers": 4, "hidden_size": 40},
+    ),
+    (
+        "flint",
+        {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4, "mlp_only_layers": [2]},
+    ),
     ("beam", {}),
-    ("beam", dict(num_attention_heads=9, num_key_value_heads=3, sliding_window=3)),
-    ("beam", dict(num_experts=12, n_group=3, topk_group=1, num_experts_per_tok=4)),
-    ("beam", dict(num_experts=6, n_group=1, topk_group=1, num_experts_per_tok=6, head_dim=10)),
-    ("beam", dict(num_hidden_layers=13, sliding_window=40, final_logit_softcapping=None)),
-    ("beam", dict(mlp_layer_types=["sparse", "dense"] * 2, num_hidden_layers=4)),
-    ("beam", dict(layer_types=["full_attention"] * 4, num_hidden_layers=4)),
+    ("beam", {"num_attention_heads": 9, "num_key_value_heads": 3, "sliding_window": 3}),
+    ("beam", {"num_experts": 12, "n_group": 3, "topk_group": 1, "num_experts_per_tok": 4}),
+    (
+        "beam",
+        {"num_experts": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "head_dim": 10},
+    ),
+    ("beam", {"num_hidden_layers": 13, "sliding_window": 40, "final_logit_softcapping": None}),
+    ("beam", {"mlp_layer_types": ["sparse", "dense"] * 2, "num_hidden_layers": 4}),
+    ("beam", {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4}),
 ]
 SERVINGS = {
     "whole prompts": {},
-    "chunks of 1": dict(max_num_batched_tokens=4, max_num_seqs=4),
-    "chunks of 13": dict(max_num_batched_tokens=13, max_num_seqs=5),
-    "blocks of 5": dict(block_size=5),
-    "one at a time": dict(max_num_seqs=1),
+    "chunks of 1": {"max_num_batched_tokens": 4, "max_num_seqs": 4},
+    "chunks of 13": {"max_num_batched_tokens": 13, "max_num_seqs": 5},
+    "blocks of 5": {"block_size": 5},
+    "one at a time": {"max_num_seqs": 1},
 }
 
 
@@ -68,7 +83,9 @@ def test_a_prefix_hit_does_not_change_the_tokens(tmp_path, family):
     engine = start(tmp_path)
     (head,) = prompts(165)
     run(engine, [request(head, max_tokens=1)])
-    asked = [request(head[:cut] + tail, max_tokens=64) for cut in (33, 160) for tail in prompts(3, 90)]
+    asked = [
+        request(head[:cut] + tail, max_tokens=64) for cut in (33, 160) for tail in prompts(3, 90)
+    ]
     answers = run(engine, asked)
     assert all(answer.last.num_cached >= 32 for answer in answers)
     for one, answer in zip(asked, answers, strict=True):

@@ -25,7 +25,9 @@ def by_the_equation(q, k, v, *, window, sinks, scale):
 
 
 def sequence(length, heads=6, kv_heads=2, size=8):
-    return tuple(torch.randn(length, n, size, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+    return tuple(
+        torch.randn(length, n, size, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 64])

@@ -65,9 +65,7 @@ def test_weights_are_the_scores_shared_out():
 def test_experts_outside_the_best_groups_are_never_chosen():
     # Expert 4 is the best of all, but its group of two has the lowest sum.
     scores = torch.tensor([[0.5, 0.6, 0.5, 0.5, 0.95, 0.0]])
-    weights, ids = grouped_top_experts(
-        scores, torch.zeros(6), count=2, groups=3, kept_groups=2
-    )
+    weights, ids = grouped_top_experts(scores, torch.zeros(6), count=2, groups=3, kept_groups=2)
     assert ids.tolist()[0][0] == 1 and 4 not in ids[0]
     assert weights.sum().item() == pytest.approx(1.0)
 

@@ -68,7 +68,9 @@ def test_rotation_turns_each_pair_by_its_angle():
             angle = float(torch.tensor(position * 1.0) * (1.0 / 10_000.0 ** (2 * i / 8)))
             a, b = x[t, :, i].double(), x[t, :, i + 4].double()
             assert (out[t, :, i] - (a * math.cos(angle) - b * math.sin(angle))).abs().max() < 0.02
-            assert (out[t, :, i + 4] - (b * math.cos(angle) + a * math.sin(angle))).abs().max() < 0.02
+            assert (
+                out[t, :, i + 4] - (b * math.cos(angle) + a * math.sin(angle))
+            ).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("position", [0, 2046, 2047, 2048, 99_999])

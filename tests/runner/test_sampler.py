@@ -90,14 +90,15 @@ def test_a_seed_gives_the_same_token_in_any_slot_and_batch():
         one.admit(slot, ask(seed=40 + slot, temperature=1.0), [])
     together = one.choose(logits, list(range(8)), [9] * 8)
     for slot in range(8):
-        assert pick(ask(seed=40 + slot), logits[slot : slot + 1], position=9) == together[
-            slot
-        ].token_id
+        assert (
+            pick(ask(seed=40 + slot), logits[slot : slot + 1], position=9)
+            == together[slot].token_id
+        )
 
 
 def test_random_numbers_differ_by_seed_and_position_and_are_even():
     values = [uniform(seed, position) for seed in range(-40, 40) for position in range(40)]
-    assert len(set(values)) == len(values) and 0 <= min(values) and max(values) < 1
+    assert len(set(values)) == len(values) and min(values) >= 0 and max(values) < 1
     assert abs(sum(values) / len(values) - 0.5) < 0.02
     neighbours = list(zip(values, values[1:], strict=False))
     mean = sum((a - 0.5) * (b - 0.5) for a, b in neighbours) / len(neighbours)
