@@ -34,4 +34,5 @@ def save_weights(targets: Targets, folder: Path) -> None:
     # A checkpoint that is read while it is written must be whole.
     unfinished = folder / "model.safetensors.part"
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)
     unfinished.replace(folder / "model.safetensors")

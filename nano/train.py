@@ -35,6 +35,7 @@ BALANCE_LOSS = 0.01  # Flint's
 BIAS_STEP = 0.001  # Beam's (DeepSeek-V3, 2.1.2)
 # Beam's residual expects embeddings of the size of its normed sublayers.
 EMBEDDING_SIZE, HEAD_SIZE = {Flint: 0.3, Beam: 1.0}, 0.01
+MOST_ERROR = 0.05  # of BF16 hidden states, where near ties send some tokens to other experts
 REPORT_EVERY, SAVE_EVERY = 100, 1000  # steps
 SCORED_AT = (0.3, 0.6, 0.8)  # of the training, and at its end
 
@@ -93,6 +94,14 @@ class Trainer:
 
     def batch(self, starts_BL: torch.Tensor):
         return self.masks.batch(starts_BL) if self.masks else reference_batch(starts_BL)
+
+    @torch.no_grad()
+    def check(self, rows: Rows) -> float:
+        """How far the hidden states are from those of the reference ops, relative to their size."""
+        tokens_T, starts_BL = (x.to(self.device) for x in (rows.tokens_BL.flatten(), rows.starts_BL))
+        right_TD = self.model(tokens_T, reference_batch(starts_BL)).float()
+        found_TD = self.hidden(tokens_T, self.batch(starts_BL)).float()
+        return ((found_TD - right_TD).norm() / right_TD.norm()).item()
 
     def _loss(self, tokens_T, weights_T, batch):
         """The weighted mean over tokens, how unevenly experts are used, and the load [layers, E]."""
@@ -218,7 +227,11 @@ def train(family: Family, args: argparse.Namespace) -> None:
     workers = {"num_workers": args.workers, "prefetch_factor": 4} if args.workers else {}
     batches = iter(DataLoader(rows, batch_size=None, pin_memory=device.type == "cuda", **workers))
     trainer = Trainer(family, folder, rows=args.rows, device=device)
-    print(f"{sum(w.numel() for w in trainer.weights)} parameters, {sum(map(len, code))} tokens of code", flush=True)
+    print(f"{sum(w.numel() for w in trainer.weights)} parameters, {sum(map(len, code))} tokens of code")
+    error = trainer.check(next(batches))
+    if error > MOST_ERROR:
+        raise RuntimeError(f"hidden states differ from the reference by {error:.1%}")
+    print(f"hidden states differ from the reference by {error:.2%}", flush=True)
     schedule = Schedule(args.steps, args.minutes, time.monotonic())
     run(trainer, batches, share, schedule, lambda: show_scores(trainer, held_out, args.limit))
     save_weights(trainer.targets, folder)
