@@ -21,19 +21,19 @@ class RequestError(ValueError):
 
 
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False):
-    """Refuse anything that is not a finite number of [low, high], or ]low, high] if `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    """Refuse anything that is not a number of [low, high], or ]low, high] if `open_low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise RequestError(f"{name} must be a number, got {value!r:.50}", param=name)
     if value < low or value > high or (open_low and value == low):
         bounds = f"{'above' if open_low else 'at least'} {low} and at most {high}"
-        raise RequestError(f"{name} must be {bounds}, got {value}", param=name)
+        raise RequestError(f"{name} must be {bounds}, got {value!r:.50}", param=name)
 
 
 def _check_integer(name: str, value: int, low: int, high: int):
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+        raise RequestError(f"{name} must be an integer, got {value!r:.50}", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must be from {low} to {high}, got {value}", param=name)
+        raise RequestError(f"{name} must be from {low} to {high}, got {value!r:.50}", param=name)
 
 
 MAX_CHOICES = 16_384
@@ -107,12 +107,17 @@ class SamplingParams:
             ):
                 raise RequestError(f"{name} must be a list of non-empty strings", param=name)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
+            token_ids = getattr(self, name) or []
+            if not isinstance(token_ids, (list, tuple)):
+                raise RequestError(f"{name} must be a list of token ids", param=name)
+            for token_id in token_ids:
                 _check_integer(name, token_id, 0, MAX_TOKENS)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids must name at least one token", param="allowed_token_ids"
             )
+        if not isinstance(self.logit_bias, dict | None):
+            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_integer("logit_bias", token_id, 0, MAX_TOKENS)
             _check_number("logit_bias", bias, -100.0, 100.0)

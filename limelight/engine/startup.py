@@ -77,7 +77,7 @@ def plan_memory(config: EngineConfig) -> MemoryPlan:
     device = resolve_device(config)
     dtype = resolve_dtype(config, model, device)
     mesh = Mesh.single()
-    outline = build(architecture, model, Placement(mesh, dtype, torch.device("meta")))
+    outline = build(architecture, model, Placement(mesh, dtype, device, outline=True))
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
     block = BlockShape(

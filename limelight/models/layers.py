@@ -52,15 +52,17 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What every layer of a model is built with."""
+    """What every layer of a model is built with; an outline has shapes and types, and no memory."""
 
     mesh: Mesh
     dtype: torch.dtype
     device: torch.device
+    outline: bool = False
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An unset parameter; inference is the default, training turns gradients on."""
-        value = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        device = torch.device("meta") if self.outline else self.device
+        value = torch.empty(shape, dtype=dtype or self.dtype, device=device)
         return nn.Parameter(value, requires_grad=False)
 
     def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

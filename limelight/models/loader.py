@@ -6,7 +6,7 @@ shape and type as expected. Only then is memory taken. Every fault names its fil
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -213,7 +213,7 @@ def load_model(
         fill_dummy(model, seed=dummy_seed, progress=progress)
         return model.eval()
     # Shapes alone: a fault in the checkpoint is found before any memory is taken.
-    outline = build(architecture, config, Placement(place.mesh, place.dtype, torch.device("meta")))
+    outline = build(architecture, config, replace(place, outline=True))
     sources = match_tensors(find_tensors(folder), outline.targets(), outline.renames, folder=folder)
     model = build(architecture, config, place)
     load_weights(model, folder, sources, progress)

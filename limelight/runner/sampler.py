@@ -60,6 +60,12 @@ class Rules:
     def greedy(self) -> bool:
         return self.request.params.temperature < GREEDY_BELOW
 
+    @property
+    def truncated(self) -> bool:
+        """Whether only some of the likeliest tokens may come."""
+        params = self.request.params
+        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
     def apply(self, logits_V: torch.Tensor) -> None:
         """Ban, shift and penalize, in place."""
         params = self.request.params
@@ -146,10 +152,14 @@ class Sampler:
         rules = [self.rules[slot] for slot in slots]
         processed_RV = self._processed(logits_RV, rules)
         best_R, token_ids = (t.tolist() for t in processed_RV.max(dim=-1))
-        rows = [r for r, rule in enumerate(rules) if not rule.greedy]
-        if rows:
-            drawn = self._draw(processed_RV, rows, rules, positions)
-            for r, token_id in zip(rows, drawn, strict=True):
+        # Rows that need sorting are drawn apart: the order of the vocabulary decides which token a
+        # random number means, and it must not depend on the neighbours.
+        drawn = [r for r, rule in enumerate(rules) if not rule.greedy]
+        for truncated in (False, True):
+            rows = [r for r in drawn if rules[r].truncated == truncated]
+            for r, token_id in zip(
+                rows, self._draw(processed_RV, rows, rules, positions), strict=True
+            ):
                 token_ids[r] = token_id
         logprobs = self._logprobs(logits_RV, rules, token_ids)
         return [
@@ -179,12 +189,17 @@ class Sampler:
     def _draw(
         self, logits_RV: torch.Tensor, rows: list[int], rules: list[Rules], positions: list[int]
     ) -> list[int]:
-        """One token a row, by inversion: the first whose cumulated probability passes u."""
+        """One token a row, by inversion: the first whose cumulated probability passes u.
+
+        Either all rows are truncated or none.
+        """
+        if not rows:
+            return []
         params = [rules[r].request.params for r in rows]
         u_R1 = self._column([uniform(rules[r].request.seed, positions[r]) for r in rows]).double()
         scaled_RV = logits_RV[rows] / self._column([p.temperature for p in params])
         ids_RV: torch.Tensor | None = None
-        if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+        if rules[rows[0]].truncated:
             scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
         probs_RV = torch.softmax(scaled_RV, dim=-1)
         if ids_RV is not None:

@@ -28,9 +28,7 @@ def texts(folder):
 )
 def test_log_probabilities_are_those_of_transformers(name, dtype, most):
     folder = locate(name)
-    oracle = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype)
-    ).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     asked = [request(ids, max_tokens=1, prompt_logprobs=0) for ids in texts(folder)]
     differences = []
     for one, answer in zip(asked, run(start(folder, dtype=dtype), asked), strict=True):

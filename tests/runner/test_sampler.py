@@ -96,6 +96,19 @@ def test_a_seed_gives_the_same_token_in_any_slot_and_batch():
         )
 
 
+@pytest.mark.parametrize(
+    "loud", [{"top_p": 0.5}, {"top_k": 2}, {"temperature": 0}, {"n": 2}], ids=str
+)
+def test_a_seeded_token_does_not_depend_on_a_neighbours_parameters(loud):
+    logits = torch.randn(1, VOCAB)
+    for seed in range(40):
+        one = sampler()
+        one.admit(0, ask(seed=seed), [])
+        one.admit(1, ask(seed=seed, **loud), [])
+        together = one.choose(logits.expand(2, -1), [0, 1], [3, 3])
+        assert together[0].token_id == pick(ask(seed=seed), logits, position=3)
+
+
 def test_random_numbers_differ_by_seed_and_position_and_are_even():
     values = [uniform(seed, position) for seed in range(-40, 40) for position in range(40)]
     assert len(set(values)) == len(values) and min(values) >= 0 and max(values) < 1
