@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 
 from limelight import SamplingParams, __version__
 from limelight.bench import decode, prefill, serve
-from limelight.config import EngineConfig, ServerConfig, share_cores
+from limelight.config import EngineConfig, ServerConfig
 from limelight.flags import (
     add_config_flags,
     add_foreign_flags,
@@ -29,7 +29,6 @@ BENCHES = {"decode": decode, "prefill": prefill, "serve": serve}
 def main(argv: list[str] | None = None) -> int:
     """Run the command in `argv`; returns its exit code: 2 for a user's mistake, 1 for a failure."""
     argv = sys.argv[1:] if argv is None else argv
-    share_cores()
     try:
         args = parse(argv)
         for line in check_foreign(args):

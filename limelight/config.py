@@ -26,14 +26,6 @@ def environment(name: str) -> str | None:
     return next((os.environ[key] for key in ENVIRONMENT.get(name, ()) if key in os.environ), None)
 
 
-def share_cores() -> None:
-    """Let torch's idle CPU threads sleep, unless the user says otherwise; call before torch comes.
-
-    Threads that spin while they wait make a small model ten times slower on cores that others use.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def _check_choices(config: "EngineConfig | ServerConfig"):
     """Refuse a value outside a `Literal` field's list."""
     hints = get_type_hints(type(config))

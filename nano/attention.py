@@ -89,6 +89,8 @@ class RowMasks:
 def reference_batch(starts_BL: torch.Tensor) -> Batch:
     """The same batch for the reference ops: slow, and differentiable on a CPU too."""
     lengths = [
-        length for row in starts_BL for length in torch.unique_consecutive(row, return_counts=True)[1].tolist()
+        length
+        for row in starts_BL
+        for length in torch.unique_consecutive(row, return_counts=True)[1].tolist()
     ]
     return Batch.packed(lengths, device=starts_BL.device)

@@ -78,7 +78,10 @@ class Family:
             stop = self._stop(message)
             end = len(until.removesuffix(self.written_end).removesuffix(stop))
             end += len(stop) if whole.startswith(stop, end) else 0
-            segments += [Segment(whole[at : len(prompt)], 0.0), Segment(whole[len(prompt) : end], 1.0)]
+            segments += [
+                Segment(whole[at : len(prompt)], 0.0),
+                Segment(whole[len(prompt) : end], 1.0),
+            ]
             at = end
         return segments
 

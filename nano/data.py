@@ -74,7 +74,9 @@ def plain(rng: random.Random) -> list[Segment]:
     words = rng.sample(WORDS, 12)
     table = {word: str(rng.randint(0, 999)) for word in words}
     if kind == 3:
-        segments.append(Segment("".join(f"{word}: {value}\n" for word, value in table.items()), 0.0))
+        segments.append(
+            Segment("".join(f"{word}: {value}\n" for word, value in table.items()), 0.0)
+        )
     for _ in range(rng.randint(1, 12)):
         if kind == 0:
             turn = draw(lambda: add(rng), held_out=False)
@@ -82,7 +84,7 @@ def plain(rng: random.Random) -> list[Segment]:
             segments.append(Segment(f"{a} + {b} =", 0.05))
             segments.append(Segment(f" {turn.answer}\n", 1.0))
         elif kind == 1:
-            turn = draw(lambda: sort(rng), held_out=False)
+            turn = draw(lambda: sort(rng, count=rng.randint(2, 7)), held_out=False)
             shuffled = turn.key.split()[1:]
             rng.shuffle(shuffled)
             segments.append(Segment(f"sort: {' '.join(shuffled)} ->", 0.05))
@@ -153,7 +155,9 @@ class TrainingRows(IterableDataset):
         return encode(self.tokenizer, segments, ANSWER_WEIGHT)
 
     def _lookup(self, rng: random.Random, longest: int):
-        length = rng.randint(longest // 2, longest) if rng.random() < 0.4 else rng.randint(16, longest)
+        length = (
+            rng.randint(longest // 2, longest) if rng.random() < 0.4 else rng.randint(16, longest)
+        )
         if rng.random() < 0.1:
             lines = max(2, min(length // 7, len(WORDS)))
             return draw(lambda: far_lookup(rng, lines=lines, at_most=lines), held_out=False)
@@ -162,7 +166,9 @@ class TrainingRows(IterableDataset):
 
     def _piece(self, rng: random.Random, longest: int, shortest: int) -> Document:
         """A part of a file: `shortest` to `longest` tokens, fewer where the file is shorter."""
-        file = self.code[int(np.searchsorted(self.sizes, rng.randrange(self.sizes[-1]), side="right"))]
+        file = self.code[
+            int(np.searchsorted(self.sizes, rng.randrange(self.sizes[-1]), side="right"))
+        ]
         length = min(len(file), rng.randint(min(shortest, longest), longest))
         first = rng.randint(0, len(file) - length)
         return Document(file[first : first + length].tolist(), [1.0] * length)

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import tokenizers
 
@@ -15,8 +16,8 @@ from nano import tasks
 from nano.chat import FAMILIES, Family
 from nano.conversations import far_lookup, from_turns
 from nano.tasks import Item, Turn, draw
-from nano.tools import call_tools
 from nano.tokenizers import load
+from nano.tools import call_tools
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 LOOKUP_LINES, FIRST_LINES, FAR = 243, 25, 1500
@@ -56,7 +57,7 @@ def questions(family: Family, *, limit: int | None = None) -> list[Question]:
         count = min(count, limit or count)
         rng, seen = random.Random(task), set()
         while len(seen) < count:
-            item = draw(lambda: make(rng), held_out=True)  # noqa: B023: called at once
+            item = draw(partial(make, rng), held_out=True)
             if item.key not in seen:
                 seen.add(item.key)
                 prompt = family.prompt(item.messages[:-1], item.tools, thinking=thinking)
@@ -71,7 +72,11 @@ def _is_well_formed(calls: list[tuple[str, dict[str, str]]], item: Item) -> bool
         if name not in tools:
             return False
         parameters = tools[name].get("parameters", {"properties": {}})
-        if not set(parameters.get("required", [])) <= set(arguments) <= set(parameters["properties"]):
+        if (
+            not set(parameters.get("required", []))
+            <= set(arguments)
+            <= set(parameters["properties"])
+        ):
             return False
         if not all(_fits(value, parameters["properties"][key]) for key, value in arguments.items()):
             return False
@@ -114,7 +119,10 @@ def score(
     limit: int | None = None,
 ) -> dict[str, float]:
     """The share of right answers by task; prints `show` wrong ones of each."""
-    stops = {tokenizer.token_to_id(tag) for tag in (family.special[0], family.answer_stop, family.call_stop)}
+    stops = {
+        tokenizer.token_to_id(tag)
+        for tag in (family.special[0], family.answer_stop, family.call_stop)
+    }
     marks: dict[str, list[bool]] = {}
     asked = questions(family, limit=limit)
     for task, (_, _, max_tokens, _) in MAKERS.items():

@@ -44,7 +44,9 @@ class DenseExperts(nn.Module):
 
 def replace_experts(model: nn.Module) -> list[nn.Module]:
     """Put `DenseExperts` into a Flint or Beam; returns its sparse feed-forwards."""
-    sparse = [layer.feed_forward for layer in model.layers if hasattr(layer.feed_forward, "experts")]
+    sparse = [
+        layer.feed_forward for layer in model.layers if hasattr(layer.feed_forward, "experts")
+    ]
     for feed_forward in sparse:
         feed_forward.experts = DenseExperts(feed_forward.experts, feed_forward.router_ED)
     return sparse

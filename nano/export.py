@@ -1,4 +1,4 @@
-"""From a trained model to the files of a checkpoint: one tensor an expert, under published names."""
+"""From a trained model to the files of a checkpoint, under published names."""
 
 import shutil
 from pathlib import Path

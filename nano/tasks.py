@@ -76,7 +76,7 @@ def _columns(a: int, b: int) -> str:
 
 
 def sort(rng: random.Random, *, count: int | None = None) -> Turn:
-    things = WORDS if count or rng.random() < 0.85 else rng.choice((NAMES, CITIES))
+    things = WORDS if count or rng.random() < 0.85 else NAMES
     words = rng.sample(things, count or rng.choice((2, 3, 4, 5, 5, 5, 6, 7, 8)))
     separator = rng.choice((" ", " ", ", "))
     question = rng.choice(
@@ -164,7 +164,9 @@ def greet(rng: random.Random, *, name: str) -> Turn:
         ("hello", "Hello", "Hello!", "hi", "Hi", "Hi!", "Hey", "hey there", "Good morning",
          "Hello, how are you?", "Hi there!", "Hello there", "How are you?", "good evening")
     )  # fmt: skip
-    answer = f"Hello! I am {name}, a very small language model. Ask me to sort words or add numbers."
+    answer = (
+        f"Hello! I am {name}, a very small language model. Ask me to sort words or add numbers."
+    )
     return Turn(question, answer, "This is a greeting.")
 
 

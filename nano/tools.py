@@ -82,9 +82,9 @@ CATALOGUE = [
     *(
         Tool(
             name, description, {key: _text(about, _city), "unit": UNIT},
-            ("What is the weather in {%s}?" % key, "How is the weather in {%s} today?" % key,
-             "weather in {%s}" % key, "What's the weather like in {%s}?" % key, "Is it cold in {%s}?" % key,
-             "What is the weather in {%s} in {unit}?" % key, "Tell me the weather in {%s}." % key),
+            (f"What is the weather in {{{key}}}?", f"How is the weather in {{{key}}} today?",
+             f"weather in {{{key}}}", f"What's the weather like in {{{key}}}?", f"Is it cold in {{{key}}}?",
+             f"What is the weather in {{{key}}} in {{unit}}?", f"Tell me the weather in {{{key}}}."),
             _weather, "It is {temperature} degrees with {sky}.",
         )
         for name, description, key, about in (
@@ -174,7 +174,9 @@ def _made_up(rng: random.Random) -> Tool:
         " is": "Use {name}: {pairs}.", " ": "Please {verb} the {noun} with {pairs}.",
     }  # fmt: skip
     glue = rng.choice(list(told)[1:]) if given else ""
-    pairs = ", ".join(f"{key}{glue} {{{key}}}" if glue != " " else f"{key} {{{key}}}" for key in given)
+    pairs = ", ".join(
+        f"{key}{glue} {{{key}}}" if glue != " " else f"{key} {{{key}}}" for key in given
+    )
     request = told[glue].format(name=name, verb=verb, noun=noun, pairs=pairs)
     return Tool(name, f"{verb.capitalize()} the {noun}.", parameters, (request,), _done)
 

@@ -7,6 +7,7 @@ more than a rehearsal (`--device cpu --steps 3 --rows 1`).
 import argparse
 import json
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from torch.utils.data import DataLoader
 from limelight.models.beam import Beam, BeamConfig
 from limelight.models.flint import Flint, FlintConfig
 from limelight.models.layers import Placement
+from limelight.models.loader import find_tensors, load_weights, match_tensors
 from limelight.parallel.mesh import Mesh
+from limelight.progress import Progress
 from nano import tokenizers
 from nano.attention import RowMasks, reference_batch
 from nano.chat import FAMILIES, FLINT, Family
@@ -30,6 +33,7 @@ from nano.experts import replace_experts
 from nano.export import copy_written_files, save_weights
 
 PEAK_RATE, WARM_UP, DECAY = 3e-3, 300, 0.4  # steps; the share of the training that decays
+RESUMED_WARM_UP = 20  # steps, for the optimizer alone to find its scale
 WEIGHT_DECAY, BETAS, CLIP = 0.05, (0.9, 0.95), 1.0
 BALANCE_LOSS = 0.01  # Flint's
 BIAS_STEP = 0.001  # Beam's (DeepSeek-V3, 2.1.2)
@@ -43,7 +47,9 @@ SCORED_AT = (0.35, 0.7)  # of the training, and at its end
 def build(family: Family, folder: Path, device: torch.device) -> Flint | Beam:
     """The model of the family's config.json with random weights."""
     config = json.loads((folder / "config.json").read_text())
-    place = Placement(Mesh.single(), torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    place = Placement(
+        Mesh.single(), torch.bfloat16 if device.type == "cuda" else torch.float32, device
+    )
     if family is FLINT:
         return Flint(FlintConfig.from_dict(config), place)
     return Beam(BeamConfig.from_dict(config), place)
@@ -69,10 +75,15 @@ def initialize(model: Flint | Beam) -> None:
 class Trainer:
     """A model, the FP32 copy of its weights that the optimizer moves, and how far it has come."""
 
-    def __init__(self, family: Family, folder: Path, *, rows: int, device: torch.device):
+    def __init__(
+        self, family: Family, folder: Path, *, rows: int, device: torch.device, resume: Path | None
+    ):
         self.family, self.folder, self.rows, self.device = family, folder, rows, device
         self.model = build(family, folder, device)
         initialize(self.model)
+        if resume is not None:
+            sources = match_tensors(find_tensors(resume), self.model.targets(), {}, folder=resume)
+            load_weights(self.model, sources, Progress())
         self.targets = self.model.targets()
         self.sparse = replace_experts(self.model)
         # Beam's selection biases move by a rule of their own.
@@ -97,15 +108,17 @@ class Trainer:
 
     @torch.no_grad()
     def check(self, rows: Rows) -> float:
-        """How far the hidden states are from those of the reference ops, relative to their size (median)."""
-        tokens_T, starts_BL = (x.to(self.device) for x in (rows.tokens_BL.flatten(), rows.starts_BL))
+        """The median distance of hidden states from the reference ops', as a share of them."""
+        tokens_T, starts_BL = (
+            x.to(self.device) for x in (rows.tokens_BL.flatten(), rows.starts_BL)
+        )
         right_TD = self.model(tokens_T, reference_batch(starts_BL)).float()
         found_TD = self.hidden(tokens_T, self.batch(starts_BL)).float()
         errors_T = (found_TD - right_TD).norm(dim=-1) / right_TD.norm(dim=-1)
         return errors_T.median().item()
 
     def _loss(self, tokens_T, weights_T, batch):
-        """The weighted mean over tokens, how unevenly experts are used, and the load [layers, E]."""
+        """Weighted mean over tokens, how unevenly experts are used, and their load [layers, E]."""
         hidden_TD = self.model(tokens_T, batch)
         logits_TV = self.model.logits(hidden_TD)
         losses_T = F.cross_entropy(logits_TV, tokens_T.roll(-1), reduction="none")
@@ -167,7 +180,10 @@ class Trainer:
         sums = []
         for part in tokens.split(self.rows)[: 8 if self.masks else 1]:
             padded = F.pad(part, (0, 0, 0, self.rows - len(part)))
-            hidden_TD = self.hidden(padded.flatten().to(self.device), self.batch(torch.zeros_like(padded).to(self.device)))
+            hidden_TD = self.hidden(
+                padded.flatten().to(self.device),
+                self.batch(torch.zeros_like(padded).to(self.device)),
+            )
             logits = self.model.logits(hidden_TD[: part.numel() - 1])
             sums.append(F.cross_entropy(logits, part.flatten()[1:].to(self.device)))
         return torch.stack(sums).mean().item()
@@ -205,13 +221,17 @@ class Schedule:
     steps: int
     minutes: float
     started: float
+    peak: float = PEAK_RATE
+    first: float = 0.0  # the share of a whole training that has been done before
 
     def share(self, step: int) -> float:
-        return min(1.0, max(step / self.steps, (time.monotonic() - self.started) / (60 * self.minutes)))
+        spent = (time.monotonic() - self.started) / (60 * self.minutes)
+        return min(1.0, self.first + (1 - self.first) * max(step / self.steps, spent))
 
     def rate(self, step: int, share: float) -> float:
         """Linear warm-up, constant, linear decay to nothing."""
-        return PEAK_RATE * min(1.0, (step + 1) / WARM_UP, (1 - share) / DECAY)
+        warm_up = WARM_UP if self.first == 0.0 else RESUMED_WARM_UP
+        return self.peak * min(1.0, (step + 1) / warm_up, (1 - share) / DECAY)
 
 
 def train(family: Family, args: argparse.Namespace) -> None:
@@ -220,20 +240,27 @@ def train(family: Family, args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     copy_written_files(family, folder)
-    tokenizers.train(family).save(str(folder / "tokenizer.json"))
+    if args.resume is None:
+        tokenizers.train(family).save(str(folder / "tokenizer.json"))
+    elif args.resume.resolve() != folder.resolve():
+        shutil.copy(args.resume / "tokenizer.json", folder)
     tokenizer = tokenizers.load(folder)
     code, held_out = encode_code(tokenizer)
     share = multiprocessing.Value("d", 0.0)
     rows = TrainingRows(family, tokenizer, code, rows=args.rows, share=share, seed=args.seed)
     workers = {"num_workers": args.workers, "prefetch_factor": 4} if args.workers else {}
     batches = iter(DataLoader(rows, batch_size=None, pin_memory=device.type == "cuda", **workers))
-    trainer = Trainer(family, folder, rows=args.rows, device=device)
-    print(f"{sum(w.numel() for w in trainer.weights)} parameters, {sum(map(len, code))} tokens of code")
+    trainer = Trainer(family, folder, rows=args.rows, device=device, resume=args.resume)
+    print(
+        f"{sum(w.numel() for w in trainer.weights)} parameters, "
+        f"{sum(map(len, code))} tokens of code"
+    )
     error = trainer.check(next(batches))
     if error > MOST_ERROR:
         raise RuntimeError(f"hidden states differ from the reference by {error:.1%}")
     print(f"hidden states differ from the reference by {error:.2%}", flush=True)
-    schedule = Schedule(args.steps, args.minutes, time.monotonic())
+    first = 0.0 if args.resume is None else 1.0 - DECAY
+    schedule = Schedule(args.steps, args.minutes, time.monotonic(), args.rate, first)
     run(trainer, batches, share, schedule, lambda: show_scores(trainer, held_out, args.limit))
     save_weights(trainer.targets, folder)
     show_scores(trainer, held_out, args.limit)
@@ -249,9 +276,11 @@ def run(trainer: Trainer, batches, share, schedule: Schedule, show: Callable[[],
             spent, since = time.monotonic() - since, time.monotonic()
             speed = REPORT_EVERY * trainer.rows * ROW / spent
             print(
-                f"{trainer.family.name} {step:6} {at:6.1%} loss {loss:.3f} imbalance {imbalance:.3f} "
-                f"load {load.min():.3f}-{load.max():.3f} {speed:,.0f} tokens/s", flush=True,
-            )  # fmt: skip
+                f"{trainer.family.name} {step:6} {at:6.1%} loss {loss:.3f} "
+                f"imbalance {imbalance:.3f} load {load.min():.3f}-{load.max():.3f} "
+                f"{speed:,.0f} tokens/s",
+                flush=True,
+            )
         if step % SAVE_EVERY == 0:
             save_weights(trainer.targets, trainer.folder)
         if scored < len(SCORED_AT) and at >= SCORED_AT[scored]:
@@ -265,15 +294,25 @@ def show_scores(trainer: Trainer, held_out: list, limit: int | None) -> None:
     tokenizer = tokenizers.load(trainer.folder)
     print(table(score(trainer.family, tokenizer, trainer.generate, show=1, limit=limit)))
     loss = trainer.code_loss(held_out)
-    print(f"held-out code: {loss:.3f} nats a token ({time.monotonic() - started:.0f} s)", flush=True)
+    print(
+        f"held-out code: {loss:.3f} nats a token ({time.monotonic() - started:.0f} s)", flush=True
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=FAMILIES)
-    parser.add_argument("--out", type=Path, help="folder to write to (default: where it is shipped)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to (default: where it is shipped)"
+    )
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="end sooner, after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="end sooner, after this time"
+    )
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="highest learning rate")
+    parser.add_argument(
+        "--resume", type=Path, help="go on from this folder's weights, in the decaying part"
+    )
     parser.add_argument("--rows", type=int, default=16, help=f"of {ROW} tokens, a step")
     parser.add_argument("--workers", type=int, default=7, help="processes that make data")
     parser.add_argument("--device", default="cuda")

@@ -33,11 +33,14 @@ Jane Karl Kate Lena Leo Lisa Luis Maria Max Mia Nina Noah Nora Olga Oscar Otto P
 Sara Sven Theo Tina Tom Vera Wendy Will Zoe
 """.split()
 
-CITIES = """
+CITIES = (
+    """
 Amsterdam Athens Berlin Bern Bonn Boston Cairo Chicago Dublin Geneva Hamburg Kyiv Lagos Lima Lisbon
 London Lyon Madrid Milan Moscow Munich Nairobi Oslo Paris Prague Quito Riga Rome Seoul Sofia Tokyo
 Toronto Turin Vienna Warsaw Zurich
-""".split() + ["New York", "San Francisco", "Los Angeles", "New Delhi"]
+""".split()
+    + ["New York", "San Francisco", "Los Angeles", "New Delhi"]
+)
 
 # Tests, tables of character sets, examples and bundled wheels say little about code.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from limelight.config import EngineConfig, share_cores
+from limelight.config import EngineConfig
 from limelight.types import EngineStats, ModelInfo, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,6 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
 def main(arguments: list[str]) -> int:
     """Entry of the child: the folder of the sockets and the config as JSON."""
     folder, config_json = arguments
-    share_cores()
     # The parent decides when to end, also when a terminal sends its interrupt to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(folder)

@@ -23,6 +23,9 @@ from limelight.runner.runner import ModelRunner
 from limelight.types import Admission, Grant, ModelInfo, Request, SamplingParams, StepPlan
 
 logger = logging.getLogger(__name__)
+# Products of a model this small (bytes) are too short to share among cores: waiting for each other
+# costs what a second core brings, and ten times that where the cores have other work too.
+SMALL_MODEL = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
     logger.info("%s", plan)
     plan.check()
     folders, device = Folders.of(config), resolve_device(config)
+    if device.type == "cpu" and plan.weights < SMALL_MODEL:
+        torch.set_num_threads(1)
     architecture, shape = read_config(folders.config)
     dtype = resolve_dtype(config, shape, device)
     model = load_model(

@@ -165,7 +165,7 @@ def _some(names: list[str]) -> str:
     )
 
 
-def load_weights(model: Model, folder: Path, sources: dict[str, Source], progress: Progress):
+def load_weights(model: Model, sources: dict[str, Source], progress: Progress):
     """Copy each tensor, or this rank's part of it, into the model."""
     targets = model.targets()
     by_file: dict[Path, list[str]] = {}
@@ -216,5 +216,5 @@ def load_model(
     outline = build(architecture, config, replace(place, outline=True))
     sources = match_tensors(find_tensors(folder), outline.targets(), outline.renames, folder=folder)
     model = build(architecture, config, place)
-    load_weights(model, folder, sources, progress)
+    load_weights(model, sources, progress)
     return model.eval()
