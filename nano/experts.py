@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from limelight.models.layers import Experts
-from limelight.ops import activation, router
+from limelight.ops import router
 
 
 class DenseExperts(nn.Module):
@@ -21,6 +21,7 @@ class DenseExperts(nn.Module):
     def __init__(self, experts: Experts, router_ED: nn.Parameter):
         super().__init__()
         self.gate_up, self.down, self.router_ED = experts.gate_up, experts.down, router_ED
+        self.act = experts.act
         self.load_E = self.imbalance = torch.empty(0)
 
     def forward(
@@ -30,7 +31,7 @@ class DenseExperts(nn.Module):
         weights_TE = x_TD.new_zeros(len(x_TD), count, dtype=torch.float32)
         weights_TE = weights_TE.scatter(1, ids_TN, weights_TN)
         gate_up_TEG = F.linear(x_TD, self.gate_up.flatten(0, 1)).unflatten(-1, (count, 2 * inner))
-        inner_TEF = activation.swiglu(gate_up_TEG)
+        inner_TEF = self.act(gate_up_TEG)
         inner_TEF = (inner_TEF.float() * weights_TE[..., None]).to(x_TD.dtype)
         out_TD = F.linear(inner_TEF.flatten(1), self.down.transpose(0, 1).flatten(1))
 

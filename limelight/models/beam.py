@@ -33,6 +33,7 @@ from limelight.models.layers import (
     whole,
 )
 from limelight.ops import activation, norm, rope, router
+from limelight.ops.activation import swiglu_fp32
 from limelight.ops.rope import Rotation
 
 
@@ -126,7 +127,7 @@ class SparseFeedForward(nn.Module):
         self.router_ED = place.empty(config.num_experts, config.hidden_size, dtype=torch.float32)
         self.bias_E = place.empty(config.num_experts, dtype=torch.float32)
         self.experts = Experts(
-            config.num_experts, config.hidden_size, config.expert_inner_size, place
+            config.num_experts, config.hidden_size, config.expert_inner_size, place, act=swiglu_fp32
         )
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Layer(nn.Module):
         self.feed_forward = (
             SparseFeedForward(config, place)
             if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, place)
+            else SwiGLU(size, config.inner_size, place, act=swiglu_fp32)
         )
         self.attention_add = 2 * (layer + 1)
         self.feed_forward_add = self.attention_add + 1

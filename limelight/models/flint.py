@@ -30,6 +30,7 @@ from limelight.models.layers import (
     whole,
 )
 from limelight.ops import rope, router
+from limelight.ops.activation import swiglu
 from limelight.ops.rope import Rotation
 
 
@@ -106,8 +107,10 @@ class SparseFeedForward(nn.Module):
         size = config.hidden_size
         self.count = config.experts_per_token
         self.router_ED = place.empty(config.num_experts, size, dtype=torch.float32)
-        self.experts = Experts(config.num_experts, size, config.expert_inner_size, place)
-        self.shared = SwiGLU(size, config.shared_inner_size, place)
+        self.experts = Experts(
+            config.num_experts, size, config.expert_inner_size, place, act=swiglu
+        )
+        self.shared = SwiGLU(size, config.shared_inner_size, place, act=swiglu)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         scores_TE = router.sigmoid_scores(x_TD, self.router_ED)
@@ -132,7 +135,7 @@ class Layer(nn.Module):
         self.feed_forward = (
             SparseFeedForward(config, place)
             if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, place)
+            else SwiGLU(size, config.inner_size, place, act=swiglu)
         )
 
     def forward(self, h_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
@@ -163,10 +166,10 @@ class Flint(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The normed hidden states [T, D], which `logits` takes."""
+        h_TD = self.embed(tokens_T)
         turn = rope.rotation(
             batch.positions_T, head_dim=self.config.head_dim, theta=self.config.rope_theta
-        )
-        h_TD = self.embed(tokens_T)
+        ).to(h_TD.dtype)
         for layer in self.layers:
             h_TD = layer(h_TD, turn, batch)
         return self.norm(h_TD)

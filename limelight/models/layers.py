@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from limelight.ops import activation, experts, norm
+from limelight.ops import experts, norm
+from limelight.ops.activation import Activation
 from limelight.parallel.collectives import all_gather, all_reduce
 from limelight.parallel.mesh import Mesh
 
@@ -252,15 +253,16 @@ class LMHead(nn.Module):
 class SwiGLU(nn.Module):
     """The dense feed-forward: down(silu(gate x) * up x), its width divided among the ranks."""
 
-    def __init__(self, size: int, inner: int, place: Placement):
+    def __init__(self, size: int, inner: int, place: Placement, *, act: Activation):
         super().__init__()
+        self.act = act
         take = place.mesh.shard(inner, what="feed-forward channels")
         parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
         self.gate_up = ColumnParallelLinear(size, parts, place)
         self.down = RowParallelLinear(inner, take, size, place)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down(activation.swiglu(self.gate_up(x_TD)))
+        return self.down(self.act(self.gate_up(x_TD)))
 
     def targets(self, prefix: str) -> Targets:
         return self.gate_up.targets(prefix) | self.down.targets(f"{prefix}.down_proj")
@@ -269,9 +271,9 @@ class SwiGLU(nn.Module):
 class Experts(nn.Module):
     """The routed experts of a layer, fused; the inner width of each is divided among the ranks."""
 
-    def __init__(self, count: int, size: int, inner: int, place: Placement):
+    def __init__(self, count: int, size: int, inner: int, place: Placement, *, act: Activation):
         super().__init__()
-        self.inner, self.mesh = inner, place.mesh
+        self.inner, self.mesh, self.act = inner, place.mesh, act
         self.take = place.mesh.shard(inner, what="expert channels")
         held = self.take.stop - self.take.start
         self.gate_up = place.matrix(count, 2 * held, size)
@@ -280,7 +282,9 @@ class Experts(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, weights_TN: torch.Tensor, ids_TN: torch.Tensor
     ) -> torch.Tensor:
-        out_TD = experts.routed_experts(x_TD, self.gate_up, self.down, weights_TN, ids_TN)
+        out_TD = experts.routed_experts(
+            x_TD, self.gate_up, self.down, weights_TN, ids_TN, act=self.act
+        )
         return all_reduce(out_TD, self.mesh)
 
     def targets(self, prefix: str) -> Targets:

@@ -1,11 +1,21 @@
-"""SwiGLU, the output gate of Beam's attention, and the soft cap of its logits."""
+"""SwiGLU in two roundings, the output gate of Beam's attention, and the soft cap of its logits."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
 
 def swiglu(gate_up_TF: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for a row [gate, up]: [..., 2F] -> [..., F]. FP32, rounded once."""
+    """silu(gate) * up for a row [gate, up]: [..., 2F] -> [..., F]. Each is rounded, as in Flint."""
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def swiglu_fp32(gate_up_TF: torch.Tensor) -> torch.Tensor:
+    """The same in FP32, rounded once, as in Beam."""
     gate_TF, up_TF = gate_up_TF.float().chunk(2, dim=-1)
     return (F.silu(gate_TF) * up_TF).to(gate_up_TF.dtype)
 

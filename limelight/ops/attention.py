@@ -3,8 +3,8 @@
     p_ij = exp(q_i k_j * scale - m) / (sum_j exp(q_i k_j * scale - m) + exp(sink_h - m))
     out_i = sum_j p_ij v_j,   over j <= i, and j > i - window where there is a window
 
-The window counts the current token. A sink only enlarges the denominator. Scores, softmax and
-the weighted sum are FP32; the result is rounded once.
+The window counts the current token. A sink only enlarges the denominator. Scores and softmax are
+FP32; the weights p are rounded to the type of the values, their sum once more.
 """
 
 from dataclasses import dataclass
@@ -118,18 +118,18 @@ def _attend(
     sinks_H: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """The equation above for B sequences, whose last key is zero: FP32 [B, Q, H, C]."""
+    """The equation above for B sequences, whose last key is zero: [B, Q, H, C]."""
     (kv_heads, batch, keys, size), queries = k_KBLC.shape, q_BQHC.shape[1]
     # The G query heads of one KV head stand side by side and share its keys in one product.
     q_KBGQC = q_BQHC.float().view(batch, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)
     q_ZXC = q_KBGQC.reshape(kv_heads * batch, -1, size)
-    k_ZLC, v_ZLC = (x.float().reshape(-1, keys, size) for x in (k_KBLC, v_KBLC))
+    k_ZLC, v_ZLC = k_KBLC.float().reshape(-1, keys, size), v_KBLC.reshape(-1, keys, size)
     scores_ZXL = torch.bmm(q_ZXC, k_ZLC.transpose(1, 2))
     scores_KBGQL = scores_ZXL.view(kv_heads, batch, -1, queries, keys)
     scores_KBGQL = torch.add(bias_BQL[:, None], scores_KBGQL, alpha=scale)
     if sinks_H is not None:
         scores_KBGQL[..., -1] = sinks_H.float().view(kv_heads, 1, -1, 1)
-    weights_ZXL = torch.softmax(scores_KBGQL, dim=-1).view(scores_ZXL.shape)
+    weights_ZXL = torch.softmax(scores_KBGQL, dim=-1).view(scores_ZXL.shape).to(v_ZLC.dtype)
     out_KBGQC = torch.bmm(weights_ZXL, v_ZLC).view(kv_heads, batch, -1, queries, size)
     return out_KBGQC.permute(1, 3, 0, 2, 4).reshape(q_BQHC.shape)
 

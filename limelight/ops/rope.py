@@ -1,6 +1,6 @@
 """What happens to queries and keys between projection and attention.
 
-After the norm of each head, in FP32 and rounded once, one of
+After the norm of each head, in FP32 and rounded once (Flint: in its own type), one of
     rotation     x -> [x1 cos - x2 sin, x2 cos + x1 sin] on the halves of a head  (RoFormer, NeoX)
     SSMax        q -> q * (1 + p / 2048)^0.1, p the position counted from 1  (Scalable-Softmax)
     nothing      (NoPE)
@@ -18,6 +18,10 @@ class Rotation:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    def to(self, dtype: torch.dtype) -> "Rotation":
+        """Rounded, for a model that rotates in the type of its activations."""
+        return Rotation(self.cos.to(dtype), self.sin.to(dtype))
+
 
 def rotation(positions_T: torch.Tensor, *, head_dim: int, theta: float) -> Rotation:
     """The angles p * theta^(-2i / head_dim) of each position, FP32."""
@@ -34,11 +38,10 @@ def ssmax_scale(positions_T: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x_TJC: torch.Tensor, turn: Rotation) -> torch.Tensor:
-    """The rotation of every head in `x_TJC`."""
-    x = x_TJC.float()
+    """The rotation of every head in `x_TJC`, in the wider type of the two."""
     # Rolling by half a head puts [x2, x1] under [-sin, sin].
-    rolled = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * turn.cos, rolled, turn.sin).to(x_TJC.dtype)
+    rolled_TJC = x_TJC.roll(x_TJC.shape[-1] // 2, dims=-1)
+    return (x_TJC * turn.cos + rolled_TJC * turn.sin).to(x_TJC.dtype)
 
 
 def scale_queries(q_THC: torch.Tensor, scale_T11: torch.Tensor) -> torch.Tensor:

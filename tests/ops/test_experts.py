@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from limelight.ops.activation import swiglu
 from limelight.ops.experts import routed_experts
 from limelight.ops.router import grouped_top_experts, sigmoid_scores, top_experts
 
@@ -23,7 +24,7 @@ def test_experts_give_the_weighted_sum_of_those_chosen(tokens, experts, count):
     x = torch.randn(tokens, 12)
     gate_up, down = torch.randn(experts, 14, 12), torch.randn(experts, 12, 7)
     weights, ids = top_experts(torch.rand(tokens, experts), count=count)
-    out = routed_experts(x, gate_up, down, weights, ids)
+    out = routed_experts(x, gate_up, down, weights, ids, act=swiglu)
     assert out.shape == x.shape and not out.isnan().any()
     if tokens:
         expected = token_by_token(x, gate_up, down, weights, ids)
@@ -34,7 +35,7 @@ def test_all_tokens_may_go_to_one_expert():
     x, ids = torch.randn(300, 12), torch.full((300, 1), 5)
     gate_up, down = torch.randn(8, 14, 12), torch.randn(8, 12, 7)
     weights = torch.ones(300, 1)
-    out = routed_experts(x, gate_up, down, weights, ids)
+    out = routed_experts(x, gate_up, down, weights, ids, act=swiglu)
     expected = token_by_token(x, gate_up, down, weights, ids)
     assert (out - expected).abs().max() / expected.abs().max() < 1e-5
 
@@ -43,7 +44,7 @@ def test_experts_are_differentiable():
     x = torch.randn(9, 12, requires_grad=True)
     gate_up = torch.randn(4, 14, 12, requires_grad=True)
     weights, ids = top_experts(torch.rand(9, 4), count=2)
-    routed_experts(x, gate_up, torch.randn(4, 12, 7), weights, ids).sum().backward()
+    routed_experts(x, gate_up, torch.randn(4, 12, 7), weights, ids, act=swiglu).sum().backward()
     assert x.grad.abs().sum() > 0 and gate_up.grad.abs().sum() > 0
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from limelight.ops.activation import output_gate, softcap, swiglu
+from limelight.ops.activation import output_gate, softcap, swiglu, swiglu_fp32
 from limelight.ops.norm import depth_scaled_add, rmsnorm
 from limelight.ops.rope import rotate, rotation, scale_queries, ssmax_scale
 
@@ -28,11 +28,12 @@ def test_rmsnorm_divides_by_the_root_mean_square(shape, dtype):
     assert_near(rmsnorm(x, weight, eps=1e-3), expected, dtype)
 
 
+@pytest.mark.parametrize("act", [swiglu, swiglu_fp32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_gates_the_second_half_with_the_first(dtype):
+def test_swiglu_gates_the_second_half_with_the_first(dtype, act):
     x = torch.randn(3, 10).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
-    assert_near(swiglu(x), gate * torch.sigmoid(gate) * up, dtype)
+    assert_near(act(x), gate * torch.sigmoid(gate) * up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
