@@ -49,12 +49,14 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
 
 def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file of a checkpoint; `ValueError` names the file and the fault."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise ValueError(f"{path}: larger than {LARGEST_JSON} bytes")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such file") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -85,7 +85,7 @@ class EngineConfig:
     def __post_init__(self):
         _check_choices(self)
         _check_at_least(
-            self, max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
+            self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1,
         )  # fmt: skip
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -4,7 +4,6 @@
 All but `Sequence` are frozen, and all but `Sequence` can cross a process border as msgpack.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +21,7 @@ class RequestError(ValueError):
 
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False):
     """Refuse anything that is not a number of [low, high], or ]low, high] if `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise RequestError(f"{name} must be a number, got {value!r:.50}", param=name)
     if value < low or value > high or (open_low and value == low):
         bounds = f"{'above' if open_low else 'at least'} {low} and at most {high}"

@@ -82,9 +82,13 @@ class EngineClient:
         self._reports.bind(f"ipc://{self._folder}/reports")
         config_json = msgspec.json.encode(self.config).decode()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "limelight.engine.process", str(self._folder), config_json,
+            sys.executable, "-P", "-m", "limelight.engine.process", str(self._folder), config_json,
             stdin=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+        if self._fault is not None:
+            self._process.kill()
+            await self._process.wait()
+            raise EngineDead(self._fault)
         self._last_beat = time.monotonic()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
@@ -103,7 +107,7 @@ class EngineClient:
         self._queues[request.id] = queue
         finished = False
         try:
-            await self._send(Command(add=[request]))
+            self._send(Command(add=[request]))
             while not finished:
                 output = await queue.get()
                 if isinstance(output, EngineDead):
@@ -119,9 +123,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request; its iterator, if anyone still listens, yields a last output."""
         if self._fault is None:
-            task = asyncio.ensure_future(self._send(Command(abort=[request_id])))
-            self._tasks.append(task)
-            task.add_done_callback(self._tasks.remove)
+            self._send(Command(abort=[request_id]))
 
     async def close(self) -> None:
         """End the process and everything that belongs to it."""
@@ -140,13 +142,18 @@ class EngineClient:
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _send(self, command: Command) -> None:
-        await self._commands.send(self._encoder.encode(command))
+    def _send(self, command: Command) -> None:
+        # Not awaited: the socket keeps in order what cannot go yet; a dead engine takes nothing.
+        self._commands.send(self._encoder.encode(command))
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(Report)
         while True:
-            report = decoder.decode(await self._reports.recv())
+            try:
+                report = decoder.decode(await self._reports.recv())
+            except msgspec.DecodeError as error:
+                logger.warning("ignoring a message that is not a report: %s", error)
+                continue
             self._last_beat, self._report = time.monotonic(), report
             self.stats = report.stats or self.stats
             if report.info is not None:

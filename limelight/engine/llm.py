@@ -88,7 +88,11 @@ class LLM:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         started = start_engine(self.config, Progress(quiet=quiet))
         self.engine, self.info, self.plan = started.engine, started.info, started.plan
-        folder = locate(self.config.tokenizer or self.config.model, revision=self.config.revision)
+        folder = locate(
+            self.config.tokenizer or self.config.model,
+            revision=None if self.config.tokenizer else self.config.revision,
+            weights=False,
+        )
         # A model may lack a tokenizer; then it takes and gives token ids.
         has_tokenizer = self.config.tokenizer or (folder / "tokenizer.json").exists()
         self.tokenizer = Tokenizer.load(folder) if has_tokenizer else None
@@ -176,6 +180,8 @@ class LLM:
 
     def _run(self, jobs: list[Job]) -> Iterator[str]:
         """Step until all jobs are done; the pieces of text as they come."""
+        if self.engine.has_work:
+            raise RuntimeError("another generate or stream of this LLM is still open")
         owners = {request.id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
         try:
             for job in jobs:

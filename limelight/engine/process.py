@@ -71,7 +71,9 @@ class Reporter:
             time.sleep(SECONDS_BETWEEN_BEATS)
             started = self.step_started
             seconds = time.monotonic() - started if started is not None else 0.0
-            self.send(Report(phase=self.phase, percent=self.percent, step_seconds=seconds))
+            with self.lock:
+                beat = Report(phase=self.phase, percent=self.percent, step_seconds=seconds)
+                self.socket.send(self.encoder.encode(beat))
 
 
 def end_with_parent(folder: str) -> None:

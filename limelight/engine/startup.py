@@ -40,7 +40,11 @@ class Folders:
         weights = locate(
             config.model, revision=config.revision, weights=config.load_format != "dummy"
         )
-        return cls(weights, locate(config.hf_config_path) if config.hf_config_path else weights)
+        return cls(weights, _config_folder(config) or weights)
+
+
+def _config_folder(config: EngineConfig) -> Path | None:
+    return locate(config.hf_config_path, weights=False) if config.hf_config_path else None
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -127,13 +131,18 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
     return max(0, min(room, useful))
 
 
-def stop_tokens(folders: Folders) -> list[int]:
+def stop_tokens(folders: Folders, vocab_size: int) -> list[int]:
     """The end-of-sequence ids of generation_config.json, else of config.json."""
     for file in (folders.weights / "generation_config.json", folders.config / "config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = [ids] if isinstance(ids, int) else ids
-        if isinstance(ids, list) and ids and all(isinstance(item, int) for item in ids):
-            return ids
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not all(
+            isinstance(item, int) and 0 <= item < vocab_size for item in ids
+        ):
+            raise ValueError(f"{file}: eos_token_id must be token ids below {vocab_size}: {ids!r}")
+        return ids
     return []
 
 
@@ -164,7 +173,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
         progress=progress,
     )
     storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device)
-    ends = stop_tokens(folders)
+    ends = stop_tokens(folders, shape.vocab_size)
     runner = ModelRunner(
         model,
         storage,
@@ -216,3 +225,4 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
             grants = [Grant(slot, prompt, 1, tables, True) for slot in range(batch)]
             runner.execute(StepPlan([], grants))
             advance(1)
+    runner.forget()

@@ -47,7 +47,7 @@ class BeamConfig(ModelConfig):
     @classmethod
     def from_dict(cls, json: Json, *, source: str = "config.json") -> "BeamConfig":
         reader = ConfigReader(json, source=source)
-        layers = reader.integer("num_hidden_layers")
+        layers = reader.integer("num_hidden_layers", high=1024)
         kinds = reader.choices("layer_types", LAYER_TYPES, length=layers) or [
             "full_attention" if (i + 1) % 6 == 0 or i == layers - 1 else "sliding_attention"
             for i in range(layers)

@@ -20,17 +20,17 @@ class ConfigReader:
     def fault(self, key: str, message: str) -> ValueError:
         return ValueError(f"{self.source}: {key} {message}; found {self.json.get(key)!r}")
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, high: int = 2**24) -> int:
         value = self.json.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fault(key, f"must be an integer of at least {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            raise self.fault(key, f"must be an integer from 1 to {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.json.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
             raise self.fault(key, "must be a number above 0")
         return float(value)
 
@@ -76,7 +76,7 @@ class ConfigReader:
         if kind != "default":
             raise self.fault("rope_parameters", "is only supported with rope_type default")
         theta = parameters.get("rope_theta", self.json.get("rope_theta", 10_000.0))
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < 1e30:
             raise self.fault("rope_parameters", "needs a rope_theta above 0")
         return float(theta)
 
@@ -122,7 +122,7 @@ def read_common(
     if heads % kv_heads:
         raise reader.fault("num_attention_heads", f"must be a multiple of {kv_heads} KV heads")
     window = reader.integer("sliding_window") if "sliding_attention" in layer_types else None
-    experts = reader.integer("num_experts") if any(sparse) else 1
+    experts = reader.integer("num_experts", high=4096) if any(sparse) else 1
     per_token = reader.integer("num_experts_per_tok") if any(sparse) else 1
     if per_token > experts:
         raise reader.fault("num_experts_per_tok", f"must be at most {experts}, the experts")
@@ -144,6 +144,6 @@ def read_common(
         "sparse": sparse,
         "rope_theta": reader.rope_theta("sliding_attention"),
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
-        "max_positions": reader.integer("max_position_embeddings"),
+        "max_positions": reader.integer("max_position_embeddings", high=2**31),
         "dtype": str(reader.json.get("dtype") or reader.json.get("torch_dtype") or "bfloat16"),
     }

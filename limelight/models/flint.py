@@ -41,7 +41,7 @@ class FlintConfig(ModelConfig):
     @classmethod
     def from_dict(cls, json: Json, *, source: str = "config.json") -> "FlintConfig":
         reader = ConfigReader(json, source=source)
-        layers = reader.integer("num_hidden_layers")
+        layers = reader.integer("num_hidden_layers", high=1024)
         dense = reader.integers("mlp_only_layers")
         dense = [0, 1] if dense is None else dense
         reader.require("decoder_sparse_step", 1, None)

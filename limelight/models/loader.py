@@ -23,7 +23,7 @@ MODELS: dict[str, tuple[type[Flint], type[FlintConfig]] | tuple[type[Beam], type
     "FlintForCausalLM": (Flint, FlintConfig),
     "BeamForCausalLM": (Beam, BeamConfig),
 }
-DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
+DTYPES = ("BF16", "F16", "F32")
 INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
 
@@ -33,7 +33,8 @@ def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
     source = folder / "config.json"
     json = read_json(source)
     names = json.get("architectures")
-    known = [name for name in names if name in MODELS] if isinstance(names, list) else []
+    listed = names if isinstance(names, list) else []
+    known = [name for name in listed if isinstance(name, str) and name in MODELS]
     if not known:
         raise ValueError(
             f"{source}: unknown architecture {names!r}; known are {', '.join(sorted(MODELS))}"
@@ -113,14 +114,22 @@ def _read_header(file: Path) -> Iterator[Source]:
         raise ValueError(f"{file}: not a whole safetensors file: {error}") from error
 
 
-def _unfuse(source: Source) -> Iterator[tuple[str, Source]]:
-    """The tensors that a fused expert tensor holds, by the names they have one by one."""
+def _unfuse(source: Source, targets: Targets) -> Iterator[tuple[str, Source]]:
+    """The tensors that a fused expert tensor holds, by the names they have one by one.
+
+    One that holds more or other experts than the model has comes whole, as a tensor left over.
+    """
     match = FUSED.fullmatch(source.name)
-    if match is None or len(source.shape) != 3:
+    names = ["gate_proj", "up_proj"] if match and match["kind"] == "gate_up_proj" else ["down_proj"]
+    if (
+        match is None
+        or len(source.shape) != 3
+        or source.shape[1] % len(names)
+        or f"{match['experts']}.{source.shape[0] - 1}.down_proj.weight" not in targets
+    ):
         yield source.name, source
         return
     count, rows, columns = source.shape
-    names = ["gate_proj", "up_proj"] if match["kind"] == "gate_up_proj" else ["down_proj"]
     size = rows // len(names)
     for e in range(count):
         for i, name in enumerate(names):
@@ -135,7 +144,7 @@ def match_tensors(
     """The source of each target, by name; `ValueError` names the first tensors that do not fit."""
     found: dict[str, Source] = {}
     for whole_source in sources:
-        for name, source in _unfuse(whole_source):
+        for name, source in _unfuse(whole_source, targets):
             for old, new in renames.items():
                 name = name.replace(old, new)
             if name in found:

@@ -76,6 +76,11 @@ class ModelRunner:
             )
         return StepResult(sampled)
 
+    def forget(self) -> None:
+        """Drop what is known of every slot."""
+        self.slots.clear()
+        self.sampler.rules.clear()
+
     def _admit(self, admission: Admission) -> None:
         request = admission.request
         token_ids = request.prompt_token_ids + admission.output_token_ids

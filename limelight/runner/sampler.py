@@ -196,7 +196,8 @@ class Sampler:
         if not rows:
             return []
         params = [rules[r].request.params for r in rows]
-        u_R1 = self._column([uniform(rules[r].request.seed, positions[r]) for r in rows]).double()
+        numbers = [uniform(rules[r].request.seed, positions[r]) for r in rows]
+        u_R1 = torch.tensor(numbers, dtype=torch.float64, device=self.device)[:, None]
         scaled_RV = logits_RV[rows] / self._column([p.temperature for p in params])
         ids_RV: torch.Tensor | None = None
         if rules[rows[0]].truncated:

@@ -1,5 +1,6 @@
 """What a request gets does not depend on what else the engine does (FP32 on a CPU)."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -204,3 +205,16 @@ def test_a_cache_below_one_sequence_is_refused_with_the_number_that_works(folder
     assert len(answers[0].token_ids) == 4
     with pytest.raises(ValueError, match="--kv-cache-memory-bytes [0-9]+"):
         start(folder, kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.parametrize("ids", [5000, [-1], ["a"], {}], ids=str)
+def test_an_end_token_outside_the_vocabulary_is_refused_at_the_start(tmp_path, ids):
+    write_checkpoint(tmp_path, "flint")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id"):
+        start(tmp_path)
+
+
+def test_a_cache_larger_than_memory_is_refused_before_it_is_taken(folder):
+    with pytest.raises(ValueError, match="--kv-cache-memory-bytes"):
+        start(folder, kv_cache_memory_bytes=10**12)

@@ -158,6 +158,10 @@ def test_a_pickle_is_refused(flint):
 
 
 CONFIG_FAULTS = {
+    "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "absurd width": ({"hidden_size": 2**62}, "hidden_size"),
+    "endless number": ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    "architecture of no name": ({"architectures": [{}]}, "unknown architecture"),
     "unknown architecture": ({"architectures": ["LlamaForCausalLM"]}, "unknown architecture"),
     "rotation of another kind": (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
