@@ -121,12 +121,6 @@ class MemoryPlan:
                 f"the weights ({_gib(self.weights)}) and the work space ({_gib(self.workspace)}) "
                 f"do not fit into the {_gib(self.available)} that are free\n{self}"
             )
-        if self.left < 0:
-            fits = self.available - self.weights - self.workspace
-            raise ValueError(
-                f"a KV cache of {_gib(self.cache)} does not fit into the {_gib(fits)} that are "
-                f"left; ask for at most --kv-cache-memory-bytes {fits}\n{self}"
-            )
         needed = self.blocks_for(self.max_model_len)
         if needed > self.num_blocks:
             longest = self.tables.longest_sequence(self.max_model_len)

@@ -122,6 +122,12 @@ def _workspace(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
     """As asked; or what is left of the share to use, at most as much as all sequences can fill."""
     if config.kv_cache_memory_bytes is not None:
+        free = max(0, plan.available - plan.weights - plan.workspace)
+        if config.kv_cache_memory_bytes > free:
+            raise ValueError(
+                f"a KV cache of {config.kv_cache_memory_bytes} bytes does not fit into what weights "
+                f"and work space leave; ask for at most --kv-cache-memory-bytes {free}"
+            )
         return config.kv_cache_memory_bytes
     room = int(plan.available * config.gpu_memory_utilization) - plan.weights - plan.workspace
     if device.type == "cpu":
