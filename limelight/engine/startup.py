@@ -125,8 +125,8 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
         free = max(0, plan.available - plan.weights - plan.workspace)
         if config.kv_cache_memory_bytes > free:
             raise ValueError(
-                f"a KV cache of {config.kv_cache_memory_bytes} bytes does not fit into what weights "
-                f"and work space leave; ask for at most --kv-cache-memory-bytes {free}"
+                f"a KV cache of {config.kv_cache_memory_bytes} bytes does not fit beside weights "
+                f"and work space; ask for at most --kv-cache-memory-bytes {free}"
             )
         return config.kv_cache_memory_bytes
     room = int(plan.available * config.gpu_memory_utilization) - plan.weights - plan.workspace
