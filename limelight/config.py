@@ -80,6 +80,10 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
     )
+    enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
+    async_scheduling: bool = setting(
+        True, "plan and start a step on the GPU while the one before runs"
+    )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
 
     def __post_init__(self):

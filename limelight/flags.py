@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 # vLLM's flags without a meaning here: (number of values, why).
 IGNORED: dict[str, tuple[int | str, str]] = {
-    "--async-scheduling": (0, "the engine orders its own steps"),
     "--attention-backend": (1, "the engine chooses its own kernels"),
     "--compilation-config": (1, "nothing is compiled while serving"),
     "--cudagraph-capture-sizes": ("+", "the engine chooses its own sizes"),
@@ -33,7 +32,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--distributed-executor-backend": (1, "one process runs the model"),
     "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
     "--enable-log-requests": (0, "the texts of requests are never logged"),
-    "--enforce-eager": (0, "how a step runs is the engine's own choice"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
     "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
     "--moe-backend": (1, "the engine chooses its own kernels"),

@@ -17,6 +17,8 @@ from torch.nn.attention.flex_attention import (
 )
 
 from limelight.models.batch import Batch
+from limelight.ops.activation import output_gate
+from limelight.ops.rope import Heads, Rotation, split_heads
 
 Window = int | None
 
@@ -32,15 +34,19 @@ class RowBatch:
     def attend(
         self,
         layer: int,
-        q_THC: torch.Tensor,
-        k_TKC: torch.Tensor,
-        v_TKC: torch.Tensor,
+        qkv_TN: torch.Tensor,
+        norm_2C: torch.Tensor,
         *,
+        heads: Heads,
         window: Window,
-        sinks_H: torch.Tensor | None,
         scale: float,
+        turn: Rotation | None = None,
+        ssmax_T: torch.Tensor | None = None,
+        sinks_H: torch.Tensor | None = None,
+        gate_bias_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC))
+        parts = split_heads(qkv_TN, norm_2C, heads=heads, turn=turn, ssmax_T=ssmax_T)
+        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in parts)
         out_BHLC, aux = flex_attention(
             q, k, v, block_mask=self.masks[window], scale=scale, enable_gqa=True,
             return_aux=AuxRequest(lse=True),
@@ -49,7 +55,11 @@ class RowBatch:
             assert aux.lse is not None
             share_BHL = torch.sigmoid(aux.lse - sinks_H.float()[:, None])
             out_BHLC = (out_BHLC.float() * share_BHL[..., None]).to(out_BHLC.dtype)
-        return out_BHLC.transpose(1, 2).flatten(0, 1)
+        out_THC = out_BHLC.transpose(1, 2).flatten(0, 1)
+        if gate_bias_H is not None:
+            gate_THC = qkv_TN.unflatten(-1, (-1, norm_2C.shape[-1]))[:, -heads.queries :]
+            out_THC = output_gate(out_THC, gate_THC, gate_bias_H)
+        return out_THC.flatten(1)
 
 
 class RowMasks:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from limelight.models.layers import Experts
+from limelight.models.layers import Experts, SwiGLU
 from limelight.ops import router
+from limelight.ops.activation import swiglu, swiglu_fp32
 
 
 class DenseExperts(nn.Module):
@@ -21,11 +22,16 @@ class DenseExperts(nn.Module):
     def __init__(self, experts: Experts, router_ED: nn.Parameter):
         super().__init__()
         self.gate_up, self.down, self.router_ED = experts.gate_up, experts.down, router_ED
-        self.act = experts.act
+        self.act = swiglu_fp32 if experts.fp32 else swiglu
+        self.scale = experts.scale
         self.load_E = self.imbalance = torch.empty(0)
 
     def forward(
-        self, x_TD: torch.Tensor, weights_TN: torch.Tensor, ids_TN: torch.Tensor
+        self,
+        x_TD: torch.Tensor,
+        weights_TN: torch.Tensor,
+        ids_TN: torch.Tensor,
+        shared: SwiGLU | None = None,
     ) -> torch.Tensor:
         count, _, inner = self.down.shape
         weights_TE = x_TD.new_zeros(len(x_TD), count, dtype=torch.float32)
@@ -40,7 +46,8 @@ class DenseExperts(nn.Module):
         scores_TE = router.sigmoid_scores(x_TD, self.router_ED)
         spread_E = (scores_TE / scores_TE.sum(dim=-1, keepdim=True)).mean(dim=0)
         self.imbalance = count * (self.load_E * spread_E).sum()
-        return out_TD
+        out_TD = out_TD * self.scale
+        return out_TD if shared is None else out_TD + shared(x_TD)
 
 
 def replace_experts(model: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from limelight.cache.groups import GroupSpec
-from limelight.ops.attention import LayerCache
+from limelight.ops.paging import LayerCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """The loop: schedule -> run -> settle. Knows no torch, no text and no process."""
 
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from limelight.engine.scheduler import Scheduler
@@ -20,24 +22,51 @@ from limelight.types import (
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """What executes a plan: `ModelRunner`, or a scripted one in tests."""
+class Launched(Protocol):
+    """A step that may still run."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def result(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """What starts a plan: `ModelRunner`, or a scripted one in tests."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step under way, and the sequences that it computes, by slot."""
+
+    plan: StepPlan
+    sequences: dict[int, Sequence]
+    launched: Launched
 
 
 class Engine:
-    """Takes requests, makes one step at a time, and tells what each step brought."""
+    """Takes requests, makes one step at a time, and tells what each step brought.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, eos_token_ids: list[int]):
-        self.scheduler, self.runner = scheduler, runner
+    With `overlap` a step is planned and started before the one before is settled, so that the
+    device does not wait: what `step` tells is then one step behind.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        eos_token_ids: list[int],
+        overlap: bool = False,
+    ):
+        self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
+        self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.steps = self.step_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.under_way is not None
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
@@ -58,22 +87,39 @@ class Engine:
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on."""
         plan = self.scheduler.schedule()
-        if not plan.grants:
-            return []
-        running = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
+        sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
+        outputs: list[Output] = []
+        step = None
+        if plan.grants:
+            try:
+                step = Step(plan, sequences, self.runner.launch(plan))
+            except Exception as error:
+                outputs += self._fail_all(sequences.values(), error)
+        if step is not None:
+            self.steps += 1
+            self.step_tokens += plan.num_tokens
+            self.scheduler.advance(plan)
+        if self.overlap:
+            step, self.under_way = self.under_way, step
+        return outputs + self._settle_all(step) if step is not None else outputs
+
+    def _settle_all(self, step: Step) -> list[Output]:
+        """Wait for a step; sequences that ended while it ran are passed by."""
         try:
-            result = self.runner.execute(plan)
+            result = step.launched.result()
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(running))
-            return [self._fail(sequence, str(error)) for sequence in running.values()]
-        self.steps += 1
-        self.step_tokens += plan.num_tokens
-        self.scheduler.advance(plan)
-        outputs = [
-            self._settle(running[grant.slot], grant, sampled)
-            for grant, sampled in zip(plan.grants, result.sampled, strict=True)
-        ]
+            return self._fail_all(step.sequences.values(), error)
+        outputs = []
+        for grant, sampled in zip(step.plan.grants, result.sampled, strict=True):
+            sequence = step.sequences[grant.slot]
+            if self.scheduler.holds(sequence):
+                outputs.append(self._settle(sequence, grant, sampled))
         return [output for output in outputs if output is not None]
+
+    def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:
+        alive = [sequence for sequence in sequences if self.scheduler.holds(sequence)]
+        logger.error("a step of %d sequences failed", len(alive), exc_info=error)
+        return [self._fail(sequence, str(error)) for sequence in alive]
 
     def _fail(self, sequence: Sequence, error: str) -> Output:
         self.scheduler.finish(sequence)
@@ -92,6 +138,8 @@ class Engine:
             return self._fail(sequence, sampled.error)
         if not grant.samples:
             return None
+        if request.max_tokens == 0:  # only the prompt was asked about
+            sampled = Sampled(sampled.slot, [])
         first = not sequence.output_token_ids
         sequence.output_token_ids += sampled.token_ids
         finish_reason, stop_reason = self._end(sequence)
@@ -112,7 +160,7 @@ class Engine:
     def _end(self, sequence: Sequence) -> tuple[FinishReason | None, int | None]:
         """Whether the last token ends the sequence, and the stop token that did."""
         request, made = sequence.request, len(sequence.output_token_ids)
-        params, last = request.params, sequence.output_token_ids[-1]
+        params, last = request.params, sequence.output_token_ids[-1] if made else None
         if last in self.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if last in (params.stop_token_ids or ()):

@@ -100,6 +100,10 @@ class Scheduler:
             self.finish(sequence)
         return sequence
 
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether the sequence runs or waits here."""
+        return self._sequences.get(sequence.request.id) is sequence
+
     def finish(self, sequence: Sequence):
         """Take a sequence out and give its slot and blocks back."""
         del self._sequences[sequence.request.id]

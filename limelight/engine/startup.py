@@ -184,10 +184,13 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
         model,
         storage,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         eos_token_ids=ends,
     )
     warm_up(runner, plan, progress)
+    if device.type == "cuda" and not config.enforce_eager:
+        runner.capture(progress)
     groups = CacheGroups(
         plan.groups,
         BlockPool(plan.num_blocks, block_size=config.block_size),
@@ -211,7 +214,10 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
         num_blocks=plan.num_blocks,
         dtype=str(dtype)[6:],
     )
-    return Started(Engine(scheduler, runner, eos_token_ids=ends), info, plan)
+    # A CPU has nothing to do beside the step.
+    overlap = config.async_scheduling and device.type == "cuda"
+    engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap)
+    return Started(engine, info, plan)
 
 
 def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:

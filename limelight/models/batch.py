@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.ops.attention import LayerCache, PagedLayout, packed_attention, paged_attention
+from limelight.ops.activation import output_gate
+from limelight.ops.attention import packed_attention, paged_attention
+from limelight.ops.paging import LayerCache, PagedLayout
+from limelight.ops.rope import Heads, Rotation, prepare, split_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,44 @@ class Batch:
     def attend(
         self,
         layer: int,
-        q_THC: torch.Tensor,
-        k_TKC: torch.Tensor,
-        v_TKC: torch.Tensor,
+        qkv_TN: torch.Tensor,
+        norm_2C: torch.Tensor,
         *,
+        heads: Heads,
         window: int | None,
-        sinks_H: torch.Tensor | None,
         scale: float,
+        turn: Rotation | None = None,
+        ssmax_T: torch.Tensor | None = None,
+        sinks_H: torch.Tensor | None = None,
+        gate_bias_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of `layer` for these tokens, [T, H, C]; keys and values enter the cache."""
+        """Attention of `layer` for these tokens, [T, H * C]; keys and values enter the cache.
+
+        A row of `qkv_TN` is [q | k | v], and with a gate's bias [q | k | v | gate]; `turn` and
+        `ssmax_T` are what positions do to this layer's queries and keys.
+        """
+        gate_THC = None
+        if gate_bias_H is not None:
+            rows_TJC = qkv_TN.unflatten(-1, (-1, norm_2C.shape[-1]))
+            gate_THC = rows_TJC[:, -heads.queries :]
         if self.paged is None:
             assert self.lengths is not None
-            return packed_attention(
+            q_THC, k_TKC, v_TKC = split_heads(
+                qkv_TN, norm_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
+            )
+            out_THC = packed_attention(
                 q_THC, k_TKC, v_TKC, self.lengths, window=window, sinks_H=sinks_H, scale=scale
             )
+            if gate_THC is not None and gate_bias_H is not None:
+                out_THC = output_gate(out_THC, gate_THC, gate_bias_H)
+            return out_THC.flatten(1)
         layout = self.paged.layouts[self.paged.group_of_layer[layer]]
         cache = self.paged.caches[layer]
-        cache.write(layout.slots_T, k_TKC, v_TKC)
-        return paged_attention(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
+        q_THC = prepare(
+            qkv_TN, norm_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
+        )
+        out_THC = paged_attention(
+            q_THC, cache, layout,
+            sinks_H=sinks_H, scale=scale, gate_THC=gate_THC, gate_bias_H=gate_bias_H,
+        )  # fmt: skip
+        return out_THC.flatten(1)

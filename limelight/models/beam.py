@@ -9,6 +9,7 @@ A sigmoid gate, projected from the attention's input, multiplies its output. The
 dense; the others route to experts in groups, with a selection bias and no shared expert.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,6 @@ from limelight.models.layers import (
     whole,
 )
 from limelight.ops import activation, norm, rope, router
-from limelight.ops.activation import swiglu_fp32
 from limelight.ops.rope import Rotation
 
 
@@ -95,20 +95,16 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x_TD: torch.Tensor, turn: Rotation, ssmax_T11: torch.Tensor, batch: Batch
+        self, y_TD: torch.Tensor, turn: Rotation, ssmax_T: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        qk_TJC, v_TKC, gate_THC = self.qkvg.by_head(x_TD)
-        qk_TJC = self.qk_norm(qk_TJC)
-        if self.window is not None:
-            qk_TJC = rope.rotate(qk_TJC, turn)
-        q_THC, k_TKC = qk_TJC.tensor_split((self.qkvg.num_heads,), dim=1)
-        if self.window is None:
-            q_THC = rope.scale_queries(q_THC, ssmax_T11)
-        out_THC = batch.attend(
-            self.layer, q_THC, k_TKC, v_TKC, window=self.window, sinks_H=None, scale=self.scale
-        )
-        out_THC = activation.output_gate(out_THC, gate_THC, self.gate_bias.value_H)
-        return self.o(out_THC.flatten(1))
+        full = self.window is None
+        out_TN = batch.attend(
+            self.layer, self.qkvg(y_TD), self.qk_norm.weight_2C,
+            heads=self.qk_norm.heads, window=self.window, scale=self.scale,
+            turn=None if full else turn, ssmax_T=ssmax_T if full else None,
+            gate_bias_H=self.gate_bias.value_H,
+        )  # fmt: skip
+        return self.o(out_TN)
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -122,21 +118,21 @@ class Attention(nn.Module):
 class SparseFeedForward(nn.Module):
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()
-        self.count, self.scale = config.experts_per_token, config.routed_scale
+        self.count = config.experts_per_token
         self.groups, self.kept_groups = config.groups, config.kept_groups
         self.router_ED = place.empty(config.num_experts, config.hidden_size, dtype=torch.float32)
         self.bias_E = place.empty(config.num_experts, dtype=torch.float32)
         self.experts = Experts(
-            config.num_experts, config.hidden_size, config.expert_inner_size, place, act=swiglu_fp32
-        )
+            config.num_experts, config.hidden_size, config.expert_inner_size, place,
+            fp32=True, scale=config.routed_scale,
+        )  # fmt: skip
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        scores_TE = router.sigmoid_scores(x_TD, self.router_ED)
-        weights_TN, ids_TN = router.grouped_top_experts(
-            scores_TE, self.bias_E,
+    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+        weights_TN, ids_TN = router.route(
+            y_TD, self.router_ED, self.bias_E,
             count=self.count, groups=self.groups, kept_groups=self.kept_groups,
         )  # fmt: skip
-        return self.experts(x_TD, weights_TN, ids_TN) * self.scale
+        return self.experts(y_TD, weights_TN, ids_TN)
 
     def targets(self, prefix: str) -> Targets:
         return {
@@ -157,18 +153,32 @@ class Layer(nn.Module):
         self.feed_forward = (
             SparseFeedForward(config, place)
             if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, place, act=swiglu_fp32)
+            else SwiGLU(size, config.inner_size, place, fp32=True)
         )
         self.attention_add = 2 * (layer + 1)
         self.feed_forward_add = self.attention_add + 1
 
     def forward(
-        self, h_TD: torch.Tensor, turn: Rotation, ssmax_T11: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        x_TD = self.attention(self.attention_in(h_TD), turn, ssmax_T11, batch)
-        h_TD = norm.depth_scaled_add(h_TD, self.attention_out(x_TD), n=self.attention_add)
-        x_TD = self.feed_forward(self.feed_forward_in(h_TD))
-        return norm.depth_scaled_add(h_TD, self.feed_forward_out(x_TD), n=self.feed_forward_add)
+        self,
+        h_TD: torch.Tensor,
+        y_TD: torch.Tensor,
+        turn: Rotation,
+        ssmax_T: torch.Tensor,
+        batch: Batch,
+        following: RMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream h and its norm y, which the sublayer reads; `following` is the next norm."""
+        eps = following.eps
+        x_TD = self.attention(y_TD, turn, ssmax_T, batch)
+        h_TD, y_TD = norm.sandwich(
+            h_TD, x_TD, self.attention_out.weight, self.feed_forward_in.weight,
+            n=self.attention_add, eps=eps,
+        )  # fmt: skip
+        x_TD = self.feed_forward(y_TD)
+        return norm.sandwich(
+            h_TD, x_TD, self.feed_forward_out.weight, following.weight,
+            n=self.feed_forward_add, eps=eps,
+        )  # fmt: skip
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -196,13 +206,21 @@ class Beam(nn.Module):
     def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The normed hidden states [T, D], which `logits` takes."""
         turn = rope.rotation(
-            batch.positions_T, head_dim=self.config.head_dim, theta=self.config.rope_theta
-        )
-        ssmax_T11 = rope.ssmax_scale(batch.positions_T)
+            batch.positions_T,
+            head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=torch.float32,
+        )  # fmt: skip
+        ssmax_T = rope.ssmax(batch.positions_T)
         h_TD = self.embed(tokens_T)
+        norms = [*self._input_norms(), self.norm]
+        y_TD = norm.rmsnorm(h_TD, norms[0].weight, eps=norms[0].eps)
+        for layer, following in zip(self.layers, norms[1:], strict=True):
+            h_TD, y_TD = layer(h_TD, y_TD, turn, ssmax_T, batch, following)
+        return y_TD
+
+    def _input_norms(self) -> Iterator[RMSNorm]:
         for layer in self.layers:
-            h_TD = layer(h_TD, turn, ssmax_T11, batch)
-        return self.norm(h_TD)
+            assert isinstance(layer, Layer)
+            yield layer.attention_in
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""

@@ -2,6 +2,8 @@
 
     h <- h + attention(norm(h));   h <- h + feed_forward(norm(h));   logits = head(norm(h))
 
+Each sublayer takes the stream h and what the one before adds to it, and returns h and its own part.
+
 Window layers rotate queries and keys; full layers know no positions. Every query head has a sink.
 The first layers are dense; the others add a shared expert, ungated, to the routed ones.
 """
@@ -29,8 +31,7 @@ from limelight.models.layers import (
     Targets,
     whole,
 )
-from limelight.ops import rope, router
-from limelight.ops.activation import swiglu
+from limelight.ops import linear, norm, rope, router
 from limelight.ops.rope import Rotation
 
 
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window = layer, config.windows[layer]
         self.scale = config.head_dim**-0.5
+        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
         self.qkv = HeadProjections(
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, place
         )
@@ -80,17 +82,18 @@ class Attention(nn.Module):
             config.num_heads * config.head_dim, self.qkv.channels, config.hidden_size, place
         )
 
-    def forward(self, x_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
-        qk_TJC, v_TKC = self.qkv.by_head(x_TD)
-        qk_TJC = self.qk_norm(qk_TJC)
-        if self.window is not None:
-            qk_TJC = rope.rotate(qk_TJC, turn)
-        q_THC, k_TKC = qk_TJC.tensor_split((self.qkv.num_heads,), dim=1)
-        out_THC = batch.attend(
-            self.layer, q_THC, k_TKC, v_TKC,
-            window=self.window, sinks_H=self.sinks.value_H, scale=self.scale,
+    def forward(
+        self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h_TD, qkv_TN = linear.norm_project(
+            h_TD, x_TD, self.norm.weight, self.qkv.weight, eps=self.norm.eps
+        )
+        out_TN = batch.attend(
+            self.layer, qkv_TN, self.qk_norm.weight_2C,
+            heads=self.qk_norm.heads, window=self.window, scale=self.scale,
+            turn=None if self.window is None else turn, sinks_H=self.sinks.value_H,
         )  # fmt: skip
-        return self.o(out_THC.flatten(1))
+        return h_TD, self.o(out_TN)
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -101,21 +104,39 @@ class Attention(nn.Module):
         )
 
 
+class DenseFeedForward(nn.Module):
+    def __init__(self, config: FlintConfig, place: Placement):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.inner_size, place, fp32=False)
+
+    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h_TD, inner_TF = linear.norm_swiglu(
+            h_TD, x_TD, self.norm.weight, self.mlp.gate_up.weight, eps=self.norm.eps, fp32=False
+        )
+        return h_TD, self.mlp.down(inner_TF)
+
+    def targets(self, prefix: str) -> Targets:
+        return self.mlp.targets(prefix)
+
+
 class SparseFeedForward(nn.Module):
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
         size = config.hidden_size
         self.count = config.experts_per_token
+        self.norm = RMSNorm(size, place, eps=config.rms_norm_eps)
         self.router_ED = place.empty(config.num_experts, size, dtype=torch.float32)
         self.experts = Experts(
-            config.num_experts, size, config.expert_inner_size, place, act=swiglu
+            config.num_experts, size, config.expert_inner_size, place, fp32=False
         )
-        self.shared = SwiGLU(size, config.shared_inner_size, place, act=swiglu)
+        self.shared = SwiGLU(size, config.shared_inner_size, place, fp32=False)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        scores_TE = router.sigmoid_scores(x_TD, self.router_ED)
-        weights_TN, ids_TN = router.top_experts(scores_TE, count=self.count)
-        return self.experts(x_TD, weights_TN, ids_TN) + self.shared(x_TD)
+    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
+            h_TD, x_TD, self.norm.weight, self.router_ED, eps=self.norm.eps, count=self.count
+        )
+        return h_TD, self.experts(y_TD, weights_TN, ids_TN, self.shared)
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -128,25 +149,22 @@ class SparseFeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: FlintConfig, layer: int, place: Placement):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(size, place, eps=eps)
         self.attention = Attention(config, layer, place)
-        self.feed_forward_norm = RMSNorm(size, place, eps=eps)
-        self.feed_forward = (
-            SparseFeedForward(config, place)
-            if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, place, act=swiglu)
+        self.feed_forward = (SparseFeedForward if config.sparse[layer] else DenseFeedForward)(
+            config, place
         )
 
-    def forward(self, h_TD: torch.Tensor, turn: Rotation, batch: Batch) -> torch.Tensor:
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), turn, batch)
-        return h_TD + self.feed_forward(self.feed_forward_norm(h_TD))
+    def forward(
+        self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
+        return self.feed_forward(h_TD, x_TD)
 
     def targets(self, prefix: str) -> Targets:
         return (
-            self.attention_norm.targets(f"{prefix}.input_layernorm")
+            self.attention.norm.targets(f"{prefix}.input_layernorm")
             | self.attention.targets(f"{prefix}.self_attn")
-            | self.feed_forward_norm.targets(f"{prefix}.post_attention_layernorm")
+            | self.feed_forward.norm.targets(f"{prefix}.post_attention_layernorm")
             | self.feed_forward.targets(f"{prefix}.mlp")
         )
 
@@ -168,11 +186,14 @@ class Flint(nn.Module):
         """The normed hidden states [T, D], which `logits` takes."""
         h_TD = self.embed(tokens_T)
         turn = rope.rotation(
-            batch.positions_T, head_dim=self.config.head_dim, theta=self.config.rope_theta
-        ).to(h_TD.dtype)
+            batch.positions_T,
+            head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=h_TD.dtype,
+        )  # fmt: skip
+        x_TD = None
         for layer in self.layers:
-            h_TD = layer(h_TD, turn, batch)
-        return self.norm(h_TD)
+            h_TD, x_TD = layer(h_TD, x_TD, turn, batch)
+        assert x_TD is not None, "a model has layers"
+        return norm.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""

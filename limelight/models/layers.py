@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from limelight.ops import experts, norm
-from limelight.ops.activation import Activation
+from limelight.ops import experts, linear, norm
+from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, all_reduce
 from limelight.parallel.mesh import Mesh
 
@@ -120,7 +120,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = place.matrix(sum(part.held for part in parts), in_features)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TD, self.weight)
+        return linear.project(x_TD, self.weight)
 
     def targets(self, prefix: str) -> Targets:
         rows = self.weight.split([part.held for part in self.parts])
@@ -141,7 +141,7 @@ class RowParallelLinear(nn.Module):
         self.weight = place.matrix(out_features, take.stop - take.start)
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
-        return all_reduce(F.linear(x_TF, self.weight), self.mesh)
+        return all_reduce(linear.project(x_TF, self.weight), self.mesh)
 
     def targets(self, prefix: str) -> Targets:
         shape = (self.weight.shape[0], self.in_features)
@@ -167,30 +167,19 @@ class HeadProjections(ColumnParallelLinear):
         kv = (kv_heads * head_dim, self._channels(self.kv_heads))
         more = [Part(name, query.size, query.take) for name in extra]
         super().__init__(size, [query, Part("k_proj", *kv), Part("v_proj", *kv), *more], place)
-        self.num_heads, self.num_kv_heads, *rest = (p.held // head_dim for p in self.parts)
-        self.sizes = [self.num_heads + self.num_kv_heads, *rest]
 
     def _channels(self, heads: slice) -> slice:
         return slice(heads.start * self.head_dim, heads.stop * self.head_dim)
 
-    def by_head(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, heads on this rank, C] of queries and keys side by side, of values, of each extra."""
-        return self(x_TD).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=1)
-
 
 class QKNorm(nn.Module):
-    """RMSNorm of every query head and every key head, each kind on its own weight."""
+    """The weights of the RMSNorm of query heads and of key heads, which `Batch.attend` takes."""
 
     def __init__(self, projections: HeadProjections, place: Placement, *, eps: float):
         super().__init__()
         self.weight_2C = place.empty(2, projections.head_dim)
-        self.eps = eps
-        self.heads = [projections.num_heads, projections.num_kv_heads]
-
-    def forward(self, qk_TJC: torch.Tensor) -> torch.Tensor:
-        weights = zip(self.weight_2C, self.heads, strict=True)
-        weight_JC = torch.cat([weight_C.expand(count, -1) for weight_C, count in weights])
-        return norm.rmsnorm_by_head(qk_TJC, weight_JC, eps=self.eps)
+        queries, keys = (part.held // projections.head_dim for part in projections.parts[:2])
+        self.heads = Heads(queries=queries, keys=keys, eps=eps)
 
     def targets(self, prefix: str) -> Targets:
         names = zip(("q_norm", "k_norm"), self.weight_2C, strict=True)
@@ -241,7 +230,7 @@ class LMHead(nn.Module):
         self.weight = place.matrix(rows.stop - rows.start, size, dtype=dtype)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        logits_TV = F.linear(x_TD.float(), self.weight.float())
+        logits_TV = linear.lm_head(x_TD, self.weight)
         return all_gather(logits_TV, self.mesh)[:, : self.vocab_size]
 
     def targets(self, prefix: str) -> Targets:
@@ -251,40 +240,53 @@ class LMHead(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward: down(silu(gate x) * up x), its width divided among the ranks."""
+    """The dense feed-forward: down(silu(gate x) * up x), its width divided among the ranks.
 
-    def __init__(self, size: int, inner: int, place: Placement, *, act: Activation):
+    `fp32` chooses its rounding, see `ops.linear`."""
+
+    def __init__(self, size: int, inner: int, place: Placement, *, fp32: bool):
         super().__init__()
-        self.act = act
+        self.fp32 = fp32
         take = place.mesh.shard(inner, what="feed-forward channels")
         parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
         self.gate_up = ColumnParallelLinear(size, parts, place)
         self.down = RowParallelLinear(inner, take, size, place)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.gate_up(x_TD)))
+    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+        return self.down(linear.swiglu_project(y_TD, self.gate_up.weight, fp32=self.fp32))
 
     def targets(self, prefix: str) -> Targets:
         return self.gate_up.targets(prefix) | self.down.targets(f"{prefix}.down_proj")
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer, fused; the inner width of each is divided among the ranks."""
+    """The routed experts of a layer, fused; the inner width of each is divided among the ranks.
 
-    def __init__(self, count: int, size: int, inner: int, place: Placement, *, act: Activation):
+    `scale` multiplies their sum, to which the `shared` expert's output is added.
+    """
+
+    def __init__(
+        self, count: int, size: int, inner: int, place: Placement, *, fp32: bool, scale: float = 1.0
+    ):
         super().__init__()
-        self.inner, self.mesh, self.act = inner, place.mesh, act
+        self.inner, self.mesh, self.fp32, self.scale = inner, place.mesh, fp32, scale
         self.take = place.mesh.shard(inner, what="expert channels")
         held = self.take.stop - self.take.start
         self.gate_up = place.matrix(count, 2 * held, size)
         self.down = place.matrix(count, size, held)
 
     def forward(
-        self, x_TD: torch.Tensor, weights_TN: torch.Tensor, ids_TN: torch.Tensor
+        self,
+        y_TD: torch.Tensor,
+        weights_TN: torch.Tensor,
+        ids_TN: torch.Tensor,
+        shared: SwiGLU | None = None,
     ) -> torch.Tensor:
-        out_TD = experts.routed_experts(
-            x_TD, self.gate_up, self.down, weights_TN, ids_TN, act=self.act
-        )
+        beside = (None, None) if shared is None else (shared.gate_up.weight, shared.down.weight)
+        out_TD = experts.moe(
+            y_TD, self.gate_up, self.down, weights_TN, ids_TN, *beside,
+            fp32=self.fp32, scale=self.scale,
+        )  # fmt: skip
         return all_reduce(out_TD, self.mesh)
 
     def targets(self, prefix: str) -> Targets:

@@ -1,5 +1,59 @@
-"""The operations of both models, each with its equation and its rounding points.
+"""The operations of both models: each a plain-torch reference beside a kernel for CUDA.
 
-Shape letters, here and everywhere: T tokens, D model, H query heads, K KV heads, C head size,
-E experts, N experts chosen a token, F inner size, V vocabulary, B sequences, L keys, S cache slots.
+Shapes are in the names: T tokens, D model, H query heads, K KV heads, J heads of any kind, C head
+size, E experts, N chosen, F inner, G gate and up (2F), V vocabulary, R rows that sample, B
+sequences, S slots.
 """
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_references_only: ContextVar[bool] = ContextVar("references_only", default=False)
+
+
+class op(Generic[P, R]):
+    """An operation in its two forms: the kernel where the first argument is on CUDA.
+
+    The reference is the specification. It runs wherever gradients are on, since kernels have none,
+    and everywhere within `use_reference`.
+    """
+
+    def __init__(self, *, reference: Callable[P, R], kernel: Callable[P, R]):
+        ours, theirs = inspect.signature(reference), inspect.signature(kernel)
+        assert ours == theirs, f"{reference.__name__}{ours} and its kernel's {theirs} differ"
+        self.reference, self.kernel = reference, kernel
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        if first.is_cuda and not torch.is_grad_enabled() and not _references_only.get():
+            return self.kernel(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+
+@contextmanager
+def use_reference() -> Iterator[None]:
+    """Within, every operation is its reference, on CUDA too: to find a kernel that is wrong."""
+    token = _references_only.set(True)
+    try:
+        yield
+    finally:
+        _references_only.reset(token)
+
+
+def pdl(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch keywords of programmatic dependent launch, which Hopper brought.
+
+    A kernel then starts while its predecessor ends; it must wait (`gdc_wait`) in every program
+    before it reads anything but weights or writes anything.
+    """
+    able = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}

@@ -23,9 +23,8 @@ def swiglu_fp32(gate_up_TF: torch.Tensor) -> torch.Tensor:
 def output_gate(
     out_THC: torch.Tensor, gate_THC: torch.Tensor, bias_H: torch.Tensor
 ) -> torch.Tensor:
-    """out * sigmoid(gate + bias of its head), in FP32, rounded once."""
-    gate_THC = torch.sigmoid(gate_THC.float() + bias_H.float()[:, None])
-    return (out_THC.float() * gate_THC).to(out_THC.dtype)
+    """out * sigmoid(gate + bias of its head), the sum, the sigmoid and the product rounded."""
+    return out_THC * torch.sigmoid(gate_THC + bias_H[:, None])
 
 
 def softcap(logits_TV: torch.Tensor, *, cap: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What ranks exchange; the identity in a world of one."""
+"""What ranks exchange; the identity where there is no one to exchange it with."""
 
 import torch
 import torch.distributed as dist
@@ -8,14 +8,14 @@ from limelight.parallel.mesh import Mesh
 
 def all_reduce(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """The sum of every rank's `x`, in place."""
-    if mesh.size > 1:
+    if mesh.group is not None:
         dist.all_reduce(x, group=mesh.group)
     return x
 
 
 def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Every rank's `x`, joined along the last dimension in the order of the ranks."""
-    if mesh.size == 1:
+    if mesh.group is None:
         return x
     parts = [torch.empty_like(x) for _ in range(mesh.size)]
     dist.all_gather(parts, x.contiguous(), group=mesh.group)

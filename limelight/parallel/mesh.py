@@ -18,6 +18,11 @@ class Mesh:
         """The world of one rank."""
         return cls()
 
+    @classmethod
+    def slice_of(cls, size: int) -> "Mesh":
+        """One rank of `size` without the others: for measurements, its results are partial."""
+        return cls(size=size)
+
     def shard(self, total: int, *, what: str) -> slice:
         """This rank's equal share of `total` things; `ValueError` if they cannot be divided."""
         if total % self.size:

@@ -8,12 +8,17 @@ import torch
 from limelight.cache.storage import KVStorage
 from limelight.models.batch import Batch, Paged
 from limelight.models.loader import Model
-from limelight.ops.attention import PagedLayout
-from limelight.runner.sampler import Choice, Sampler, token_logprobs
+from limelight.ops.paging import FEW_QUERIES, PagedLayout
+from limelight.ops.sample import sample
+from limelight.progress import Progress
+from limelight.runner.graphs import DecodeGraphs, graph_sizes
+from limelight.runner.inputs import BlockTables, StepInputs, StepTensors
+from limelight.runner.sampler import Choice, Sampler, token_logprobs, uniform
 from limelight.types import Admission, Grant, Request, Sampled, StepPlan, StepResult, TokenLogprobs
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
+NOT_NUMBERS = "the model's logits are not numbers"
 
 
 @dataclass(slots=True)
@@ -22,6 +27,45 @@ class Slot:
 
     request: Request
     token_ids: list[int]  # known on the host: the prompt, and the output before a preemption
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step that may still run on the device; `result` waits for it."""
+
+    grants: list[Grant]
+    choices: dict[int, Choice]  # by slot, of rows that the host has already chosen
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # by slot
+    slots: list[int]  # of the rows that sampled, in their order
+    tokens_R: torch.Tensor
+    best_R: torch.Tensor
+    done: torch.cuda.Event | None
+
+    def result(self) -> StepResult:
+        """One `Sampled` for each grant, in the plan's order."""
+        if self.done is not None:
+            self.done.synchronize()
+        choices = dict(self.choices)
+        if not choices:
+            rows = zip(self.slots, self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
+            choices = {
+                slot: Choice(token, error=None if best == best else NOT_NUMBERS)
+                for slot, token, best in rows
+            }
+        return StepResult([self._sampled(grant, choices) for grant in self.grants])
+
+    def _sampled(self, grant: Grant, choices: dict[int, Choice]) -> Sampled:
+        choice = choices.get(grant.slot)
+        prompt_logprobs = self.prompt_logprobs.get(grant.slot)
+        if choice is None:
+            return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
+        return Sampled(
+            slot=grant.slot,
+            token_ids=[choice.token_id] if choice.error is None else [],
+            logprobs=[choice.logprobs] if choice.logprobs else None,
+            prompt_logprobs=prompt_logprobs,
+            error=choice.error,
+        )
 
 
 class ModelRunner:
@@ -33,53 +77,101 @@ class ModelRunner:
         storage: KVStorage,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: list[int],
     ):
         self.model, self.storage = model, storage
         self.device = storage.pool.device
-        self.block_size = storage.shape.size
-        max_blocks = -(-max_model_len // self.block_size)
-        # Entries behind a window keep stale ids; attention never looks there.
-        self.tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int64) for _ in storage.groups]
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self.block_size, self.max_model_len = storage.shape.size, max_model_len
+        self.tables = BlockTables(
+            groups=len(storage.groups),
+            slots=max_num_seqs,
+            max_blocks=-(-max_model_len // self.block_size),
+            device=self.device,
+        )
+        self.inputs = StepInputs(
+            max_tokens=max(max_num_batched_tokens, max_num_seqs),
+            max_seqs=max_num_seqs,
+            groups=len(storage.groups),
+            device=self.device,
+        )
+        # One more for padding rows, which belong to no sequence.
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.config.vocab_size, eos_token_ids=eos_token_ids, device=self.device
         )
+        self.graphs: DecodeGraphs | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for it."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: one `Sampled` for each grant, in the plan's order."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step; the device may still run the one before."""
         for admission in plan.admissions:
             self._admit(admission)
-        for grant in plan.grants:
-            for table, (first, blocks) in zip(self.tables, grant.tables, strict=True):
-                table[grant.slot, first : first + len(blocks)] = blocks
-        hidden_TD = self.model(self._tokens(plan.grants), self._batch(plan.grants))
-        ends = np.cumsum([grant.num_tokens for grant in plan.grants]).tolist()
-        choices = self._sample(plan.grants, ends, hidden_TD)
-        sampled = []
-        for grant, end in zip(plan.grants, ends, strict=True):
-            choice = choices.get(grant.slot)
-            made = choice is not None and choice.error is None
-            sampled.append(
-                Sampled(
-                    slot=grant.slot,
-                    token_ids=[choice.token_id] if choice and made else [],
-                    logprobs=[choice.logprobs] if choice and choice.logprobs else None,
-                    prompt_logprobs=self._prompt_logprobs(
-                        grant, hidden_TD[end - grant.num_tokens : end]
-                    ),
-                    error=choice.error if choice else None,
-                )
-            )
-        return StepResult(sampled)
+        self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
+        # Attention takes the sequences with few queries first.
+        grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
+        sampling = [grant for grant in grants if grant.samples]
+        slots = [grant.slot for grant in sampling]
+        on_device = all(self.sampler.rules[slot].on_device for slot in slots)
+        padded = self._graph_size(grants) if on_device else None
+        size = (
+            (padded,) * 3
+            if padded
+            else (sum(grant.num_tokens for grant in grants), len(grants), len(sampling))
+        )
+        self._stage(self.inputs.stage(size), grants, sampling)
+        tensors = self.inputs.send(size)
+        if padded:
+            assert self.graphs is not None
+            tokens_R, best_R = self.graphs.replay(padded)
+            return self._launched(plan, {}, {}, slots, tokens_R, best_R)
+        hidden_TD = self._forward(tensors, grants)
+        reports = self._prompt_logprobs(grants, hidden_TD)
+        if not slots:
+            return self._launched(plan, {}, reports, [], self.last_tokens[:0], self.last_tokens[:0])
+        logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
+        choices: dict[int, Choice] = {}
+        if on_device:
+            tokens_R, best_R = sample(logits_RV, tensors.temperature_R, tensors.uniform_R)
+        else:
+            positions = [grant.start + grant.num_tokens for grant in sampling]
+            chosen = self.sampler.choose(logits_RV, slots, positions)
+            choices = dict(zip(slots, chosen, strict=True))
+            tokens_R = torch.tensor([choice.token_id for choice in chosen], device=self.device)
+            best_R = tokens_R
+        self.last_tokens[tensors.sample_slots_R] = tokens_R
+        return self._launched(plan, choices, reports, slots, tokens_R, best_R)
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress) -> None:
+        """Make decode steps graphs; the model must have run before."""
+        sizes = graph_sizes(self.tables.host.shape[1] - 1)
+        self.graphs = DecodeGraphs(self.decode, self._padding, sizes, progress)
 
     def forget(self) -> None:
         """Drop what is known of every slot."""
         self.slots.clear()
         self.sampler.rules.clear()
+
+    def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
+        batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
+        hidden_TD = self.model(self._tokens(tensors), batch)
+        tokens_R, best_R = sample(
+            self.model.logits(hidden_TD), tensors.temperature_R, tensors.uniform_R
+        )
+        self.last_tokens[tensors.sample_slots_R] = tokens_R
+        return tokens_R, best_R
+
+    def _padding(self, size: int) -> StepTensors:
+        self._stage(self.inputs.stage((size,) * 3), [], [])
+        return self.inputs.send((size,) * 3)
 
     def _admit(self, admission: Admission) -> None:
         request = admission.request
@@ -87,77 +179,133 @@ class ModelRunner:
         self.slots[admission.slot] = Slot(request, token_ids)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
-    def _tokens(self, grants: list[Grant]) -> torch.Tensor:
-        """The token ids of this step; those not known on the host are the slots' last ones."""
-        known: list[int] = []
-        last: list[tuple[int, int]] = []
-        for grant in grants:
-            ids = self.slots[grant.slot].token_ids[grant.start : grant.start + grant.num_tokens]
-            if len(ids) < grant.num_tokens:
-                assert grant.num_tokens == 1, "only the last token can be unknown on the host"
-                last.append((len(known), grant.slot))
-                ids = [0]
-            known += ids
-        tokens_T = torch.tensor(known, dtype=torch.int64, device=self.device)
-        if last:
-            rows, slots = torch.tensor(last, dtype=torch.int64, device=self.device).T
-            tokens_T[rows] = self.last_tokens[slots]
-        return tokens_T
-
-    def _batch(self, grants: list[Grant]) -> Batch:
-        """Positions, and for each group of layers where keys and values are and go."""
-        slots = np.array([grant.slot for grant in grants])
-        starts = np.array([grant.start for grant in grants])
-        counts = np.array([grant.num_tokens for grant in grants])
-        ends = starts + counts
-        positions_T = np.arange(counts.sum()) + np.repeat(
-            starts - (counts.cumsum() - counts), counts
-        )
-        rows_T = np.repeat(slots, counts)
-        blocks = -(-int(ends.max()) // self.block_size)
-        layouts = []
-        for table, group in zip(self.tables, self.storage.groups, strict=True):
-            blocks_T = table[rows_T, positions_T // self.block_size]
-            slots_T = blocks_T * self.block_size + positions_T % self.block_size
-            layouts.append(
-                PagedLayout(
-                    table_BN=table[slots, :blocks],
-                    seq_lens=ends.tolist(),
-                    query_lens=counts.tolist(),
-                    slots_T=torch.from_numpy(slots_T).to(self.device),
-                    block_size=self.block_size,
-                    window=group.window,
-                )
-            )
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
-        return Batch(positions_T=torch.from_numpy(positions_T).to(self.device), paged=paged)
-
-    def _sample(
-        self, grants: list[Grant], ends: list[int], hidden_TD: torch.Tensor
-    ) -> dict[int, Choice]:
-        """The choice of each slot whose grant samples."""
-        rows = [(end - 1, grant) for grant, end in zip(grants, ends, strict=True) if grant.samples]
-        if not rows:
-            return {}
-        slots = [grant.slot for _, grant in rows]
-        logits_RV = self.model.logits(hidden_TD[[row for row, _ in rows]])
-        positions = [grant.start + grant.num_tokens for _, grant in rows]
-        choices = self.sampler.choose(logits_RV, slots, positions)
-        self.last_tokens[slots] = torch.tensor(
-            [choice.token_id for choice in choices], device=self.device
-        )
-        return dict(zip(slots, choices, strict=True))
-
-    def _prompt_logprobs(self, grant: Grant, hidden_TD: torch.Tensor) -> list[TokenLogprobs] | None:
-        """Of the prompt tokens at start + 1 .. start + num_tokens, where they were asked for."""
-        request = self.slots[grant.slot].request
-        if request.params.prompt_logprobs is None:
+    def _graph_size(self, grants: list[Grant]) -> int | None:
+        """The size of the graph that holds this step; None if it must run without."""
+        if self.graphs is None or not all(g.num_tokens == 1 and g.samples for g in grants):
             return None
-        first = grant.start + 1
-        following = request.prompt_token_ids[first : first + grant.num_tokens]
-        reports: list[TokenLogprobs] = []
-        for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
-            ids = following[at : at + LOGIT_ROWS_AT_ONCE]
-            logits_RV = self.model.logits(hidden_TD[at : at + len(ids)])
-            reports += token_logprobs(logits_RV, ids, [request.params.prompt_logprobs] * len(ids))
+        return self.graphs.size_for(len(grants))
+
+    def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
+        """Fill the host's side of a step; rows beyond the grants' become padding."""
+        to = tensors.numpy()
+        slots = np.array([grant.slot for grant in grants], dtype=np.int64)
+        starts = np.array([grant.start for grant in grants], dtype=np.int64)
+        counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
+        tokens, seqs = int(counts.sum()), len(grants)
+        firsts = counts.cumsum() - counts
+        positions = np.arange(tokens) + np.repeat(starts - firsts, counts)
+        codes: list[int] = []
+        for grant in grants:
+            codes += self._codes(grant)
+        nobody = self.tables.host.shape[1] - 1
+        rows = np.repeat(slots, counts)
+        blocks = self.tables.host[:, rows, positions // self.block_size]
+        _fill(to["tokens_T"], codes, 0)
+        _fill(to["positions_T"], positions, 0)
+        to["slots_GT"][:, :tokens] = blocks.astype(np.int64) * self.block_size + (
+            positions % self.block_size
+        )
+        to["slots_GT"][:, tokens:] = -1
+        _fill(to["rows_B"], slots, nobody)
+        _fill(to["seq_lens_B"], starts + counts, 0)
+        to["starts_B"][: seqs + 1] = np.append(firsts, tokens)
+        to["starts_B"][seqs + 1 :] = np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
+        last_rows = dict(zip(slots.tolist(), (firsts + counts - 1).tolist(), strict=True))
+        _fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
+        _fill(to["sample_slots_R"], [grant.slot for grant in sampling], nobody)
+        rules = [self.sampler.rules[grant.slot] for grant in sampling]
+        _fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
+        numbers = [
+            0.0 if rule.greedy else uniform(rule.request.seed, grant.start + grant.num_tokens)
+            for rule, grant in zip(rules, sampling, strict=True)
+        ]
+        _fill(to["uniform_R"], numbers, 0.0)
+
+    def _codes(self, grant: Grant) -> list[int]:
+        """The ids of a grant's tokens, or the code of the last token of its slot."""
+        known = self.slots[grant.slot].token_ids
+        if grant.num_tokens == 1 and grant.start >= len(known):
+            return [-1 - grant.slot]
+        ids = known[grant.start : grant.start + grant.num_tokens]
+        assert len(ids) == grant.num_tokens, "only the last token can be unknown on the host"
+        return ids
+
+    def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
+        few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
+        bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
+        return self.model(self._tokens(tensors), self._batch(tensors, few=few, bounds=bounds))
+
+    def _tokens(self, tensors: StepTensors) -> torch.Tensor:
+        codes_T = tensors.tokens_T
+        return torch.where(codes_T < 0, self.last_tokens[(-1 - codes_T).clamp(min=0)], codes_T)
+
+    def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
+        """Positions, and for each group of layers where keys and values are and go.
+
+        The first `few` sequences have few queries; `bounds` are the most queries and tokens.
+        """
+        layouts = [
+            PagedLayout(
+                tables_SN=self.tables.tensor[g],
+                rows_B=tensors.rows_B,
+                seq_lens_B=tensors.seq_lens_B,
+                starts_B=tensors.starts_B,
+                slots_T=tensors.slots_GT[g],
+                block_size=self.block_size,
+                window=group.window,
+                few=few,
+                max_query=bounds[0],
+                max_len=bounds[1],
+            )
+            for g, group in enumerate(self.storage.groups)
+        ]
+        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        return Batch(positions_T=tensors.positions_T, paged=paged)
+
+    def _launched(
+        self,
+        plan: StepPlan,
+        choices: dict[int, Choice],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        slots: list[int],
+        tokens_R: torch.Tensor,
+        best_R: torch.Tensor,
+    ) -> Launched:
+        """The step's handle, with its results on their way to the host."""
+        done = None
+        if self.device.type == "cuda":
+            tokens_R, best_R = (
+                torch.empty(len(slots), dtype=x.dtype, pin_memory=True).copy_(
+                    x[: len(slots)], non_blocking=True
+                )
+                for x in (tokens_R, best_R)
+            )
+            done = torch.cuda.Event()
+            done.record()
+        return Launched(plan.grants, choices, prompt_logprobs, slots, tokens_R, best_R, done)
+
+    def _prompt_logprobs(
+        self, grants: list[Grant], hidden_TD: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By slot, of the prompt tokens at start + 1 .. start + num_tokens, where asked for."""
+        reports: dict[int, list[TokenLogprobs]] = {}
+        end = 0
+        for grant in grants:
+            begin, end = end, end + grant.num_tokens
+            request = self.slots[grant.slot].request
+            wanted = request.params.prompt_logprobs
+            if wanted is None:
+                continue
+            following = request.prompt_token_ids[grant.start + 1 :][: grant.num_tokens]
+            rows = reports.setdefault(grant.slot, [])
+            for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
+                ids = following[at : at + LOGIT_ROWS_AT_ONCE]
+                logits_RV = self.model.logits(hidden_TD[begin + at : begin + at + len(ids)])
+                rows += token_logprobs(logits_RV, ids, [wanted] * len(ids))
         return reports
+
+
+def _fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: float) -> None:
+    """`values`, then `rest` in what is left."""
+    to[: len(values)] = values
+    to[len(values) :] = rest

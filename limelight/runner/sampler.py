@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from limelight.ops.sample import GREEDY_BELOW, invert, sample
 from limelight.types import Request, SamplingParams, TokenLogprobs
 
-GREEDY_BELOW = 1e-5
 MASK64 = (1 << 64) - 1
 
 
@@ -61,10 +61,15 @@ class Rules:
         return self.request.params.temperature < GREEDY_BELOW
 
     @property
+    def on_device(self) -> bool:
+        """Whether the model's logits alone decide, so that the device can choose by itself."""
+        return self.plain and not self.truncated and self.request.params.logprobs is None
+
+    @property
     def truncated(self) -> bool:
-        """Whether only some of the likeliest tokens may come."""
+        """Whether one of some of the likeliest tokens is drawn."""
         params = self.request.params
-        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     def apply(self, logits_V: torch.Tensor) -> None:
         """Ban, shift and penalize, in place."""
@@ -151,15 +156,20 @@ class Sampler:
         """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
         rules = [self.rules[slot] for slot in slots]
         processed_RV = self._processed(logits_RV, rules)
-        best_R, token_ids = (t.tolist() for t in processed_RV.max(dim=-1))
+        temperature_R = self._numbers([rule.request.params.temperature for rule in rules])
+        numbers = [
+            0.0 if rule.greedy else uniform(rule.request.seed, position)
+            for rule, position in zip(rules, positions, strict=True)
+        ]
+        chosen = sample(processed_RV, temperature_R, self._numbers(numbers))
+        token_ids, best_R = (x.tolist() for x in chosen)
         # Rows that need sorting are drawn apart: the order of the vocabulary decides which token a
         # random number means, and it must not depend on the neighbours.
-        drawn = [r for r, rule in enumerate(rules) if not rule.greedy]
-        for truncated in (False, True):
-            rows = [r for r in drawn if rules[r].truncated == truncated]
-            for r, token_id in zip(
-                rows, self._draw(processed_RV, rows, rules, positions), strict=True
-            ):
+        rows = [r for r, rule in enumerate(rules) if rule.truncated]
+        if rows:
+            params = [rules[r].request.params for r in rows]
+            drawn = self._draw(processed_RV[rows], params, [numbers[r] for r in rows])
+            for r, token_id in zip(rows, drawn, strict=True):
                 token_ids[r] = token_id
         logprobs = self._logprobs(logits_RV, rules, token_ids)
         return [
@@ -187,48 +197,29 @@ class Sampler:
         return processed_RV
 
     def _draw(
-        self, logits_RV: torch.Tensor, rows: list[int], rules: list[Rules], positions: list[int]
+        self, logits_RV: torch.Tensor, params: list[SamplingParams], numbers: list[float]
     ) -> list[int]:
-        """One token a row, by inversion: the first whose cumulated probability passes u.
-
-        Either all rows are truncated or none.
-        """
-        if not rows:
-            return []
-        params = [rules[r].request.params for r in rows]
-        numbers = [uniform(rules[r].request.seed, positions[r]) for r in rows]
-        u_R1 = torch.tensor(numbers, dtype=torch.float64, device=self.device)[:, None]
-        scaled_RV = logits_RV[rows] / self._column([p.temperature for p in params])
-        ids_RV: torch.Tensor | None = None
-        if rules[rows[0]].truncated:
-            scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-        probs_RV = torch.softmax(scaled_RV, dim=-1)
-        if ids_RV is not None:
-            probs_RV = self._truncate(probs_RV, params)
-        cumulated_RV = probs_RV.double().cumsum(dim=-1)
-        index_R1 = torch.searchsorted(cumulated_RV, u_R1 * cumulated_RV[:, -1:], right=True)
-        # Rounding may leave u at the very end; the last token with a probability is meant.
-        last_R1 = (
-            (probs_RV > 0).long().mul(torch.arange(1, probs_RV.shape[1] + 1, device=self.device))
-        )
-        index_R1 = torch.minimum(index_R1, last_R1.amax(dim=-1, keepdim=True) - 1).clamp_(min=0)
-        chosen_R1 = index_R1 if ids_RV is None else ids_RV.gather(1, index_R1)
-        return chosen_R1[:, 0].tolist()
+        """A token for each row out of the likeliest, by inversion over them in falling order."""
+        scaled_RV = logits_RV / self._numbers([p.temperature for p in params])[:, None]
+        scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
+        probs_RV = self._truncate(torch.softmax(scaled_RV, dim=-1), params)
+        index_R = invert(probs_RV, self._numbers(numbers))
+        return ids_RV.gather(1, index_R[:, None])[:, 0].tolist()
 
     def _truncate(self, probs_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         """Zero what min-p, top-k and top-p leave out of rows sorted by falling probability."""
-        kept_RV = probs_RV >= probs_RV[:, :1] * self._column([p.min_p for p in params])
-        top_k = self._column([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
-        kept_RV &= torch.arange(self.vocab_size, device=self.device) < top_k
+        kept_RV = probs_RV >= probs_RV[:, :1] * self._numbers([p.min_p for p in params])[:, None]
+        top_k_R = self._numbers([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
+        kept_RV &= torch.arange(self.vocab_size, device=self.device) < top_k_R[:, None]
         probs_RV = probs_RV * kept_RV
         probs_RV = probs_RV / probs_RV.sum(dim=-1, keepdim=True)
         before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-        kept_RV = before_RV < self._column([p.top_p for p in params])
+        kept_RV = before_RV < self._numbers([p.top_p for p in params])[:, None]
         kept_RV[:, 0] = True
         return probs_RV * kept_RV
 
-    def _column(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)[:, None]
+    def _numbers(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _logprobs(
         self, logits_RV: torch.Tensor, rules: list[Rules], token_ids: list[int]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from limelight.ops.attention import LayerCache, PagedLayout, packed_attention, paged_attention
+from limelight.ops.attention import packed_attention, paged_attention
+from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
 
 
 def by_the_equation(q, k, v, *, window, sinks, scale):
@@ -43,6 +44,23 @@ def test_packed_sequences_attend_to_themselves_alone(window, sinks):
     assert (out - expected).abs().max() < 1e-5
 
 
+def layout_of(table, seq_lens, query_lens, slots, *, block_size, window):
+    """The layout of sequences b = 0, 1, ... whose blocks are in row b of the table."""
+    few = next((b for b, n in enumerate(query_lens) if n > FEW_QUERIES), len(query_lens))
+    return PagedLayout(
+        tables_SN=torch.from_numpy(table),
+        rows_B=torch.arange(len(query_lens), dtype=torch.int32),
+        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
+        starts_B=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32),
+        slots_T=torch.from_numpy(slots),
+        block_size=block_size,
+        window=window,
+        few=few,
+        max_query=max(query_lens),
+        max_len=max(seq_lens),
+    )
+
+
 class Pages:
     """A cache of poisoned pages in random order, for one layer and several sequences."""
 
@@ -50,7 +68,7 @@ class Pages:
         self.sequences, self.size, self.window = sequences, block_size, window
         per = [-(-len(k) // block_size) for _, k, _ in sequences]
         order = np.random.default_rng(seed).permutation(sum(per)) + 1
-        self.table = np.zeros((len(sequences), max(per)), dtype=np.int64)
+        self.table = np.zeros((len(sequences), max(per)), dtype=np.int32)
         for b, count in enumerate(per):
             self.table[b, :count], order = order[:count], order[count:]
         slots = (sum(per) + 1) * block_size
@@ -63,7 +81,7 @@ class Pages:
         spans = [np.arange(a, b) for a, b in zip(starts, ends, strict=True)]
         slots = np.concatenate(
             [
-                self.table[b, span // self.size] * self.size + span % self.size
+                self.table[b, span // self.size].astype(np.int64) * self.size + span % self.size
                 for b, span in enumerate(spans)
             ]
         )
@@ -71,9 +89,9 @@ class Pages:
             torch.cat([part[span] for part, span in zip(column, spans, strict=True)]).float()
             for column in zip(*self.sequences, strict=True)
         )
-        layout = PagedLayout(
-            self.table, list(ends), [len(span) for span in spans], torch.from_numpy(slots),
-            self.size, self.window,
+        layout = layout_of(
+            self.table, ends, [len(span) for span in spans], slots,
+            block_size=self.size, window=self.window,
         )  # fmt: skip
         self.cache.write(layout.slots_T, k, v)
         return paged_attention(q, self.cache, layout, **options).split(list(map(len, spans)))

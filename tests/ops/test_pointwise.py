@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from limelight.ops.activation import output_gate, softcap, swiglu, swiglu_fp32
 from limelight.ops.norm import depth_scaled_add, rmsnorm
-from limelight.ops.rope import rotate, rotation, scale_queries, ssmax_scale
+from limelight.ops.rope import Heads, rotation, split_heads, ssmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 DTYPES = list(TOLERANCE)
@@ -39,7 +40,7 @@ def test_swiglu_gates_the_second_half_with_the_first(dtype, act):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_output_gate_has_a_bias_for_each_head(dtype):
     out, gate = torch.randn(5, 3, 4).to(dtype), torch.randn(5, 3, 4).to(dtype)
-    bias = torch.randn(3)
+    bias = torch.randn(3).to(dtype)
     expected = out.double() * torch.sigmoid(gate.double() + bias.double()[:, None])
     assert_near(output_gate(out, gate, bias), expected, dtype)
 
@@ -62,7 +63,12 @@ def test_the_depth_scaled_residual_keeps_the_variance(n):
 def test_rotation_turns_each_pair_by_its_angle():
     positions = torch.tensor([0, 1, 513, 262_143])
     x = torch.randn(4, 2, 8)
-    out = rotate(x, rotation(positions, head_dim=8, theta=10_000.0)).double()
+    x *= torch.rsqrt(x.square().mean(dim=-1, keepdim=True))  # as the norm leaves it
+    turn = rotation(positions, head_dim=8, theta=10_000.0, dtype=torch.float32)
+    q, k, _ = split_heads(
+        F.pad(x, (0, 0, 0, 1)).flatten(1), torch.ones(2, 8), heads=Heads(1, 1, 1e-12), turn=turn
+    )
+    out = torch.cat((q, k), dim=1).double()
     for t, position in enumerate(positions.tolist()):
         for i in range(4):
             # The angle is FP32, as everywhere: that is its error at far positions.
@@ -77,7 +83,10 @@ def test_rotation_turns_each_pair_by_its_angle():
 @pytest.mark.parametrize("position", [0, 2046, 2047, 2048, 99_999])
 def test_the_query_scale_of_beam_counts_positions_from_one(position):
     expected = (1 + (position + 1) / 2048) ** 0.1
-    scale = ssmax_scale(torch.tensor([position]))
+    scale = ssmax(torch.tensor([position]))
     assert abs(scale.item() - expected) < 1e-6
-    queries = torch.randn(1, 3, 4)
-    assert torch.allclose(scale_queries(queries, scale), queries * expected, atol=1e-5)
+    rows, weight, heads = torch.randn(1, 5 * 4), torch.randn(2, 4), Heads(3, 1, 1e-6)
+    plain = split_heads(rows, weight, heads=heads)
+    scaled = split_heads(rows, weight, heads=heads, ssmax_T=scale)
+    for x, y, factor in zip(plain, scaled, (expected, 1.0, 1.0), strict=True):
+        assert torch.allclose(x * factor, y, atol=1e-5)

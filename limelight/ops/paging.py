@@ -1,0 +1,162 @@
+"""Where the keys and values of a batch lie: the cache of a layer, and the way through its blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+# The reference reads the keys of neighbours in the batch together, padded to the longest, as long
+# as they are not more than this with the padding (one sequence alone may have more) ...
+KEYS_AT_ONCE = 2**16
+# ... and the padding wastes less than another round of calls costs.
+KEYS_WASTED = 2**12
+# Prompts are attended at most this many queries at a time, and fewer before more keys than
+# SCORES_AT_ONCE allows: it bounds the scores of a head. Window layers score no key in vain.
+QUERIES_AT_ONCE = 256
+SCORES_AT_ONCE = 2**19
+# Sequences with at most this many queries are decoding, and verify drafts at most.
+FEW_QUERIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The cache of one layer: [2, K, S, C], keys and then values, flat over its slots.
+
+    A slot is block * block_size + offset. Slot 0 is never written and holds zeros: a key that
+    scores 0 against every query stands there for the sink.
+    """
+
+    pairs_2KSC: torch.Tensor
+
+    def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
+        """Put the keys and values of T tokens into their slots, in the cache's type; -1: nowhere."""
+        if bool((slots_T < 0).any()):
+            kept_T = slots_T >= 0
+            slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
+        for half_KSC, new_TKC in zip(self.pairs_2KSC, (k_TKC, v_TKC), strict=True):
+            half_KSC.index_copy_(1, slots_T, new_TKC.to(half_KSC.dtype).transpose(0, 1))
+
+    def read(self, slots_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these slots: [K, B, L, C] each."""
+        kv_heads = self.pairs_2KSC.shape[1]
+        pairs = self.pairs_2KSC.flatten(0, 1).index_select(1, slots_BL.flatten())
+        keys, values = pairs.unflatten(1, slots_BL.shape).split(kv_heads)
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """B neighbours in the batch with Q queries each, and the L keys that these may see.
+
+    The last key is the one of slot 0, which only a sink makes visible.
+    """
+
+    rows: slice
+    slots_BL: torch.Tensor  # where the keys lie in the cache
+    bias_BQL: torch.Tensor  # FP32: 0, or -inf where a query must not see a key
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """B sequences of a batch, for the layers that share a block table; its tensors are int32.
+
+    Sequence b has the queries `starts_B[b]` to `starts_B[b + 1]`, the last of `seq_lens_B[b]`
+    tokens (0: padding, with a result of zero), and the blocks of row `rows_B[b]` in the table.
+    `slots_T` (int64) is where this step's keys and values go. Nothing else of the contents is
+    known on the host, so that a CUDA graph can be replayed with others: only that the `few` first
+    sequences have at most FEW_QUERIES queries each, and bounds of the queries and tokens of all.
+    """
+
+    tables_SN: torch.Tensor
+    rows_B: torch.Tensor
+    seq_lens_B: torch.Tensor
+    starts_B: torch.Tensor
+    slots_T: torch.Tensor
+    block_size: int
+    window: int | None
+    few: int
+    max_query: int
+    max_len: int
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The batch cut for the reference: decoding neighbours together, prompts in pieces."""
+        host = _OnHost(self)
+        segments: list[Segment] = []
+        for first, last in host.neighbours():
+            queries, row = int(host.counts_B[first]), int(host.starts_B[first])
+            members, at = slice(first, last), 0
+            while at < queries:
+                size = host.piece(members, at)
+                ends_B = host.seq_lens_B[members] - queries + at + size
+                rows = slice(row + at, row + at + size * (last - first))
+                segments.append(host.segment(rows, members, ends_B, size))
+                at += size
+        return segments
+
+
+class _OnHost:
+    """The numbers of a layout, for the reference."""
+
+    def __init__(self, layout: PagedLayout):
+        self.layout, self.device = layout, layout.slots_T.device
+        self.tables_SN, self.rows_B, self.seq_lens_B, self.starts_B = (
+            x.cpu().numpy()
+            for x in (layout.tables_SN, layout.rows_B, layout.seq_lens_B, layout.starts_B)
+        )
+        self.counts_B = np.diff(self.starts_B)
+
+    def _reach(self, ends_B: np.ndarray, queries: int) -> np.ndarray:
+        """How many keys before each end the last `queries` tokens before it see."""
+        window = self.layout.window
+        return ends_B if window is None else np.minimum(ends_B, window + queries - 1)
+
+    def neighbours(self) -> Iterator[tuple[int, int]]:
+        """Ranges of sequences that are attended together: of few queries, and as many each."""
+        counts = self.counts_B.tolist()
+        keys = self._reach(self.seq_lens_B, FEW_QUERIES).tolist()
+        first = longest = total = 0
+        for b, (count, length) in enumerate(zip(counts, keys, strict=True)):
+            longest, total = max(longest, length), total + length
+            padded = (b + 1 - first) * longest
+            alike = count == counts[first] <= FEW_QUERIES
+            if b > first and not (alike and padded <= min(KEYS_AT_ONCE, 2 * total + KEYS_WASTED)):
+                yield first, b
+                first, longest, total = b, length, length
+        if counts:
+            yield first, len(counts)
+
+    def piece(self, members: slice, at: int) -> int:
+        """How many queries to attend at once from the `at`-th on."""
+        counts_B, seq_lens_B = self.counts_B[members], self.seq_lens_B[members]
+        size = min(QUERIES_AT_ONCE, int(counts_B[0]) - at)
+        if len(counts_B) == 1:
+            keys = int(self._reach(seq_lens_B - counts_B + at + size, size)[0])
+            size = min(size, max(1, SCORES_AT_ONCE // max(keys, 1)))
+        return size
+
+    def segment(self, rows: slice, members: slice, ends_B: np.ndarray, queries: int) -> Segment:
+        """Queries are the last `queries` positions before `ends_B` of each member."""
+        block_size, window = self.layout.block_size, self.layout.window
+        ends_B1 = ends_B[:, None]
+        firsts_B1 = ends_B1 - self._reach(ends_B1, queries)
+        # One more than the longest reach: the last column is slot 0 for everyone.
+        keys_BL = firsts_B1 + np.arange((ends_B1 - firsts_B1).max() + 1)
+        blocks_BL = np.minimum(keys_BL // block_size, self.tables_SN.shape[1] - 1)
+        slots_BL = self.tables_SN[self.rows_B[members][:, None], blocks_BL] * block_size
+        # What lies behind a sequence's end is read from slot 0 and hidden.
+        slots_BL = np.where(keys_BL < ends_B1, slots_BL + keys_BL % block_size, 0)
+        at_BQ1 = (ends_B1 - queries + np.arange(queries))[..., None]
+        hidden_BQL = keys_BL[:, None, :] > at_BQ1
+        if window is not None:
+            hidden_BQL |= keys_BL[:, None, :] <= at_BQ1 - window
+        # Padding sees the zeros of slot 0, so that its softmax has a term.
+        hidden_BQL[..., -1] = at_BQ1[..., 0] >= 0
+        bias_BQL = np.where(hidden_BQL, np.float32("-inf"), np.float32(0.0))
+        return Segment(
+            rows,
+            torch.from_numpy(slots_BL).to(self.device),
+            torch.from_numpy(bias_BQL).to(self.device),
+        )
