@@ -4,6 +4,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from limelight.bench import workload
@@ -29,6 +30,8 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--num-tokens", type=int, default=150, help="steps to time in a round (default: 150)")
     flag("--rounds", type=int, default=1, help="rounds, contestants in turn (default: 1)")
     flag("--compare", choices=["transformers"], help="time this beside the engine, in turn")
+    workload.add_slice_flag(parser)
+    flag("--breakdown", action="store_true", help="also tell each kernel's share of the step")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
 
 
@@ -36,28 +39,33 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for each batch, context and contestant."""
     if args.compare and getattr(args, "load_format", "auto") == "dummy":
         raise ValueError("--compare needs real weights; leave out --load-format dummy")
-    llm, config = workload.open_engine(args)
-    with llm:
-        info = llm.info
-        rows = []
-        contestants = {"limelight": lambda prompts: time_decode(
-            llm.engine, prompts, num_steps=args.num_tokens, max_model_len=info.max_model_len
-        )}  # fmt: skip
-        if args.compare:
-            from limelight.bench.peer import Transformers
+    started, config = workload.open_engine(args)
+    engine, info = started.engine, started.info
+    contestants = {"limelight": lambda prompts: time_decode(
+        engine, prompts, num_steps=args.num_tokens, max_model_len=info.max_model_len
+    )}  # fmt: skip
+    if args.compare:
+        from limelight.bench.peer import Transformers
 
-            peer = Transformers(config, dtype=info.dtype)
-            contestants[args.compare] = lambda prompts: peer.time_decode(
-                prompts, num_steps=args.num_tokens
+        peer = Transformers(config, dtype=info.dtype)
+        contestants[args.compare] = lambda prompts: peer.time_decode(
+            prompts, num_steps=args.num_tokens
+        )
+    rng, rows = random.Random(args.prompt_seed), []
+    label = workload.labels(args, config, info.dtype)
+    for context in args.context:
+        for batch in args.batch:
+            prompts = workload.random_prompts(
+                rng, batch=batch, context=context, vocab=info.vocab_size
             )
-        rng = random.Random(args.prompt_seed)
-        for context in args.context:
-            for batch in args.batch:
-                prompts = workload.random_prompts(
-                    rng, batch=batch, context=context, vocab=info.vocab_size
-                )
-                label = workload.labels(config, info.dtype) | {"batch": batch, "context": context}
-                rows += [label | row for row in compare(contestants, prompts, rounds=args.rounds)]
+            found = compare(contestants, prompts, rounds=args.rounds)
+            if started.on_gpu:
+                from limelight.bench import floor
+
+                found[0] |= floor.figures(started, prompts, found[0]["step_ms"])
+                if args.breakdown:
+                    found[0]["kernels"] = floor.kernels(started, prompts)
+            rows += [label | {"batch": batch, "context": context} | row for row in found]
     return rows
 
 
@@ -103,9 +111,14 @@ def agreement(left: list[list[int]], right: list[list[int]]) -> float:
 
 
 def time_decode(
-    engine: Steps, prompts: list[list[int]], *, num_steps: int, max_model_len: int
+    engine: Steps,
+    prompts: list[list[int]],
+    *,
+    num_steps: int,
+    max_model_len: int,
+    around: AbstractContextManager[object] | None = None,
 ) -> Decoded:
-    """Time `num_steps` steps in which all `prompts` decode at once.
+    """Time `num_steps` steps in which all `prompts` decode at once, `around` about them all.
 
     Raises `ValueError` if they cannot: too little cache for all, or too short a model.
     """
@@ -119,7 +132,8 @@ def time_decode(
     try:
         while not all(tokens.values()):
             workload.collect(engine.step(), tokens)
-        seconds = _time_steps(engine, tokens, num_steps)
+        with around or nullcontext():
+            seconds = _time_steps(engine, tokens, num_steps)
     finally:
         for request_id in tokens:
             engine.abort(request_id)

@@ -14,6 +14,7 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--batch", type=int, nargs="+", default=[1, 8], help="prompts at once (default: 1 8)")
     flag("--context", type=int, nargs="+", default=[2048], help="prompt tokens (default: 2048)")
     flag("--rounds", type=int, default=5, help="timed rounds, after one untimed (default: 5)")
+    workload.add_slice_flag(parser)
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
 
 
@@ -23,26 +24,22 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
 
     rng = random.Random(args.prompt_seed)
     rows = []
-    llm, config = workload.open_engine(args)
-    with llm:
-        for context in args.context:
-            for batch in args.batch:
-                seconds = []
-                for _ in range(1 + args.rounds):
-                    prompts = workload.random_prompts(
-                        rng, batch=batch, context=context, vocab=llm.info.vocab_size
-                    )
-                    seconds.append(time_prefill(llm.engine, prompts))
-                rows.append(
-                    workload.labels(config, llm.info.dtype)
-                    | {
-                        "batch": batch,
-                        "context": context,
-                        "engine": "limelight",
-                        "ttft_ms": spread([1e3 * value for value in seconds[1:]]),
-                        "tokens_per_s": spread([batch * context / value for value in seconds[1:]]),
-                    }
+    started, config = workload.open_engine(args)
+    label = workload.labels(args, config, started.info.dtype)
+    for context in args.context:
+        for batch in args.batch:
+            seconds = []
+            for _ in range(1 + args.rounds):
+                prompts = workload.random_prompts(
+                    rng, batch=batch, context=context, vocab=started.info.vocab_size
                 )
+                seconds.append(time_prefill(started.engine, prompts))
+            row = {"batch": batch, "context": context, "engine": "limelight"}
+            figures = {
+                "ttft_ms": spread([1e3 * value for value in seconds[1:]]),
+                "tokens_per_s": spread([batch * context / value for value in seconds[1:]]),
+            }
+            rows.append(label | row | figures)
     return rows
 
 

@@ -8,8 +8,12 @@ import statistics
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from limelight import __version__
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PACKAGES = ("torch", "triton", "transformers")
 
@@ -93,7 +97,7 @@ def show(bench: str, rows: list[dict[str, object]]):
     from rich.console import Console
     from rich.table import Table
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "kernels"))
     cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
     shared = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
     facts = ", ".join(f"{column} {cells[column][0]}" for column in shared)
@@ -105,6 +109,19 @@ def show(bench: str, rows: list[dict[str, object]]):
         table.add_row(*row)
     console.print(f"{bench}: {facts}" if facts else bench, markup=False)
     console.print(table)
+    for measured in rows:
+        if isinstance(kernels := measured.get("kernels"), list):
+            console.print(_kernel_table(kernels))
+
+
+def _kernel_table(kernels: list[dict[str, object]]) -> "Table":
+    """What `--breakdown` found: the kernels of a step, by time."""
+    from rich.table import Table
+
+    table = Table("kernel", "launches", "us")
+    for kernel in kernels:
+        table.add_row(*map(str, kernel.values()))
+    return table
 
 
 def cell(value: object) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import random
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +11,7 @@ from limelight.flags import config_from
 from limelight.types import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from limelight.engine.llm import LLM
+    from limelight.engine.startup import Started
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 SHORT = {"bfloat16": "bf16", "float32": "fp32"}
@@ -28,21 +27,33 @@ class Steps(Protocol):
     def step(self) -> list[Output]: ...
 
 
-def open_engine(args: argparse.Namespace) -> "tuple[LLM, EngineConfig]":
+def add_slice_flag(parser: argparse.ArgumentParser):
+    """The flag of benchmarks that can run one rank's share of a model alone."""
+    parser.add_argument(
+        "--tensor-parallel-slice", type=int, default=1, metavar="N",
+        help="run the share of one of N devices, without the others (default: 1, the whole model)",
+    )  # fmt: skip
+
+
+def open_engine(args: argparse.Namespace) -> "tuple[Started, EngineConfig]":
     """The engine in process, with room for the largest batch and without prefix caching."""
     config = config_from(
         args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.batch)
     )
-    from limelight.engine.llm import LLM
+    from limelight.engine.startup import start_engine
+    from limelight.parallel.mesh import Mesh
+    from limelight.progress import Progress
 
-    return LLM(**asdict(config), quiet=False), config
+    mesh = Mesh.slice_of(args.tensor_parallel_slice)
+    return start_engine(config, Progress(quiet=False), mesh), config
 
 
-def labels(config: EngineConfig, dtype: str) -> dict[str, object]:
-    """The columns that say what ran: model, weights, KV cache, and one rank for the whole model."""
+def labels(args: argparse.Namespace, config: EngineConfig, dtype: str) -> dict[str, object]:
+    """The columns that say what ran: model, weights, KV cache, and how many share the model."""
     kv = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     model = Path(config.model).name.lower()
-    return {"model": model, "weights": SHORT[dtype], "kv": SHORT[kv], "slice": 1}
+    slice_of = args.tensor_parallel_slice
+    return {"model": model, "weights": SHORT[dtype], "kv": SHORT[kv], "slice": slice_of}
 
 
 def random_prompts(rng: random.Random, *, batch: int, context: int, vocab: int) -> list[list[int]]:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 # Products of a model this small (bytes) are too short to share among cores: waiting for each other
 # costs what a second core brings, and ten times that where the cores have other work too.
 SMALL_MODEL = 256 * 2**20
+ALONE = Mesh.single()
+# Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
+WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +80,12 @@ def resolve_length(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def plan_memory(config: EngineConfig) -> MemoryPlan:
-    """What `config` would take on its device; nothing is loaded."""
+def plan_memory(config: EngineConfig, mesh: Mesh = ALONE) -> MemoryPlan:
+    """What `config` would take on this rank's device; nothing is loaded."""
     folders = Folders.of(config)
     architecture, model = read_config(folders.config)
     device = resolve_device(config)
     dtype = resolve_dtype(config, model, device)
-    mesh = Mesh.single()
     outline = build(architecture, model, Placement(mesh, dtype, device, outline=True))
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
@@ -159,11 +161,12 @@ class Started:
     engine: Engine
     info: ModelInfo
     plan: MemoryPlan
+    on_gpu: bool
 
 
-def start_engine(config: EngineConfig, progress: Progress) -> Started:
-    """Load the model and warm it up; `ValueError` for all that a user can mend."""
-    plan = plan_memory(config)
+def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -> Started:
+    """Load this rank's part of the model and warm it up; `ValueError` for what a user can mend."""
+    plan = plan_memory(config, mesh)
     logger.info("%s", plan)
     plan.check()
     folders, device = Folders.of(config), resolve_device(config)
@@ -173,7 +176,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
     dtype = resolve_dtype(config, shape, device)
     model = load_model(
         folders.weights,
-        Placement(Mesh.single(), dtype, device),
+        Placement(mesh, dtype, device),
         config_folder=folders.config,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
@@ -217,24 +220,31 @@ def start_engine(config: EngineConfig, progress: Progress) -> Started:
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap)
-    return Started(engine, info, plan)
+    return Started(engine, info, plan, device.type == "cuda")
 
 
 def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
-    """Run the shapes of serving once, in a block of the empty cache: no request pays for them."""
-    prompt = min(plan.chunk, 512, plan.max_model_len - 1)
+    """Run the shapes of serving once, in a block of the empty cache: no request pays for them.
+
+    On a GPU the largest step shows that the plan's work space is enough, and the others that every
+    kernel has been compiled.
+    """
+    longest = min(plan.chunk, plan.max_model_len - 1)
+    sizes = [longest, *WARM_SIZES] if runner.device.type == "cuda" else [512]
+    prompts = sorted({min(size, longest) for size in sizes}, reverse=True)
     batches = [1, min(8, plan.max_num_seqs), plan.max_num_seqs]
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    with progress.phase("warming up", len(batches) + 1) as advance:
+    with progress.phase("warming up", len(prompts) + len(batches)) as advance:
         request = Request(
-            id="warm-up", prompt_token_ids=[0] * (prompt + 1), params=params, max_tokens=1, seed=0
+            id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
         )
-        tables = [(0, [1] * (-(-(prompt + 1) // plan.block.size)))] * len(plan.groups)
+        tables = [(0, [1] * (-(-(longest + 1) // plan.block.size)))] * len(plan.groups)
         admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
-        runner.execute(StepPlan(admissions, [Grant(0, 0, prompt, tables, True)]))
-        advance(1)
+        for prompt in prompts:
+            runner.execute(StepPlan(admissions, [Grant(0, 0, prompt, tables, True)]))
+            advance(1)
         for batch in batches:
-            grants = [Grant(slot, prompt, 1, tables, True) for slot in range(batch)]
+            grants = [Grant(slot, longest, 1, tables, True) for slot in range(batch)]
             runner.execute(StepPlan([], grants))
             advance(1)
     runner.forget()

@@ -59,7 +59,12 @@ class Traffic:
         assert self.engine.stats().cache_usage == 0.0
 
 
-def test_reused_blocks_never_show_another_texts_keys(folder):
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def overlap(request):
+    return request.param
+
+
+def test_reused_blocks_never_show_another_texts_keys(folder, overlap):
     """64 blocks, prompts that share heads, four at a time, every fifth given up."""
     rng = random.Random(5)
     heads = prompts(100, 200, 330, seed=1)
@@ -67,6 +72,7 @@ def test_reused_blocks_never_show_another_texts_keys(folder):
     expected = {i: alone(folder, request(text)) for i, text in enumerate(texts)}
     block = 16 * 2 * 2 * 16 * 4 * 4  # tokens, keys and values, KV heads, size, layers, bytes
     engine = start(folder, kv_cache_memory_bytes=64 * block, max_num_seqs=4)
+    engine.overlap = overlap
     traffic, owner = Traffic(engine, rng), {}
     for turn in range(300):
         i = rng.randrange(len(texts))
@@ -86,12 +92,13 @@ def test_reused_blocks_never_show_another_texts_keys(folder):
             assert_near(answer, expected[owner[name]])
 
 
-def test_a_sampled_request_is_the_same_alone_and_after_preemption(folder):
+def test_a_sampled_request_is_the_same_alone_and_after_preemption(folder, overlap):
     asked = [
         request(prompt, max_tokens=60, temperature=0.8, top_p=0.95, seed=7 + i, prompt_logprobs=1)
         for i, prompt in enumerate(prompts(100, 90, 80, 70, 110, 60))
     ]
     engine = start(folder, max_model_len=200, kv_cache_memory_bytes=600_000)
+    engine.overlap = overlap
     answers = run(engine, asked)
     assert engine.stats().preemptions > 0
     for one, answer in zip(asked, answers, strict=True):

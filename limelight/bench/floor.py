@@ -1,0 +1,133 @@
+"""The least time that the memory of a device allows a decode step: the bytes it must read.
+
+Each weight is read once, of routed experts those that some token chose, and each sequence's keys
+and values once.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from limelight.bench.decode import DROPPED_STEPS, time_decode
+from limelight.bench.record import spread
+from limelight.engine.startup import Started
+from limelight.models.layers import Experts
+from limelight.models.loader import Model
+from limelight.runner.runner import ModelRunner
+
+READ_BYTES = 2**32
+READ_ROUNDS = 5
+PROFILED_STEPS = 20
+
+
+def figures(started: Started, prompts: list[list[int]], step_ms: object) -> dict[str, object]:
+    """The floor of such a step, its share of the median, and the experts that a layer read."""
+    assert isinstance(step_ms, dict)
+    runner = runner_of(started)
+    graphs, runner.graphs = runner.graphs, None
+    with DistinctExperts(runner.model) as seen:
+        length = started.info.max_model_len
+        time_decode(started.engine, prompts, num_steps=1, max_model_len=length)
+    runner.graphs = graphs
+    block = started.plan.block
+    contexts = [len(prompt) + DROPPED_STEPS for prompt in prompts]
+    nbytes = weight_bytes(runner.model, seen.counts) + cache_bytes(
+        runner.model.config.windows, block.nbytes // (block.rows * block.size), contexts
+    )
+    floor_ms = 1e3 * nbytes / read_bandwidth(runner.device)
+    sparse = max(1, len(seen.counts))
+    return {
+        "floor_ms": spread([floor_ms]),
+        "of_floor": round(floor_ms / step_ms["median"], 3),
+        "experts_read": round(sum(seen.counts) / sparse, 1),
+    }
+
+
+def runner_of(started: Started) -> ModelRunner:
+    assert isinstance(started.engine.runner, ModelRunner)
+    return started.engine.runner
+
+
+def kernels(started: Started, prompts: list[list[int]]) -> list[dict[str, object]]:
+    """Each kernel of a decode step: its launches and microseconds a step, the longest first."""
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    length = started.info.max_model_len
+    time_decode(
+        started.engine, prompts, num_steps=PROFILED_STEPS, max_model_len=length, around=profile
+    )
+    steps = DROPPED_STEPS + PROFILED_STEPS
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    return [
+        {
+            "name": event.key[:80],
+            "launches": round(event.count / steps, 2),
+            "us": round(event.self_device_time_total / steps, 2),
+        }
+        for event in events
+        if event.self_device_time_total
+    ]
+
+
+@lru_cache
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second at which a sum reads memory: the best of a few."""
+    data = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(READ_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return READ_BYTES / min(seconds)
+
+
+def weight_bytes(model: Model, experts_read: list[int]) -> int:
+    """Bytes of weights that a step reads; `experts_read` has each sparse layer's distinct experts.
+
+    Of the embedding a step reads only a row for each token, which is nothing beside the rest.
+    """
+    sparse = [module for module in model.modules() if isinstance(module, Experts)]
+    held = {id(p) for module in sparse for p in (module.gate_up, module.down)}
+    held.add(id(model.embed.weight))
+    dense = sum(p.nbytes for p in model.parameters() if id(p) not in held)
+    routed = sum(
+        count * (module.gate_up[0].nbytes + module.down[0].nbytes)
+        for count, module in zip(experts_read, sparse, strict=True)
+    )
+    return dense + routed
+
+
+def cache_bytes(windows: list[int | None], bytes_per_token: int, contexts: list[int]) -> int:
+    """Bytes of keys and values that a step reads; `bytes_per_token` are those of one layer."""
+    return bytes_per_token * sum(
+        context if window is None else min(window, context)
+        for window in windows
+        for context in contexts
+    )
+
+
+class DistinctExperts:
+    """Counts, within the block, how many experts of each sparse layer the last step chose."""
+
+    def __init__(self, model: Model):
+        self.modules = [module for module in model.modules() if isinstance(module, Experts)]
+        self.counts = [0] * len(self.modules)
+
+    def __enter__(self) -> "DistinctExperts":
+        self.hooks = [
+            module.register_forward_pre_hook(self._hook(index))
+            for index, module in enumerate(self.modules)
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _hook(self, index: int):
+        def count(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            self.counts[index] = len(args[2].unique())
+
+        return count
