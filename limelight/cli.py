@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 
 from limelight import SamplingParams, __version__
-from limelight.bench import decode, prefill, serve
+from limelight.bench import decode, ops, prefill, serve
 from limelight.config import EngineConfig, ServerConfig
 from limelight.flags import (
     add_config_flags,
@@ -23,7 +23,7 @@ from limelight.flags import (
     spell,
 )
 
-BENCHES = {"decode": decode, "prefill": prefill, "serve": serve}
+BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "ops": ops}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print(f"limelight: error: {error}", file=sys.stderr)
     return code
 
@@ -178,7 +178,8 @@ def _generate(args: argparse.Namespace) -> int:
         for choice in answer.outputs
     ]
     print(json.dumps(rows, indent=1) if args.json else "\n".join(row["text"] for row in rows))
-    return 0
+    failed = [choice.error for answer in answers for choice in answer.outputs if choice.error]
+    return _fail("; ".join(failed), 1) if failed else 0
 
 
 def _chat(args: argparse.Namespace) -> int:

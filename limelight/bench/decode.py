@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--context", type=int, nargs="+", default=[1024], help="prompt tokens (default: 1024)")
     flag("--num-tokens", type=int, default=150, help="steps to time in a round (default: 150)")
     flag("--rounds", type=int, default=1, help="rounds, contestants in turn (default: 1)")
-    flag("--compare", choices=["transformers"], help="time this beside the engine, in turn")
+    flag("--compare", choices=["transformers"], help="time its generate too, in turn")
     workload.add_slice_flag(parser)
     flag("--breakdown", action="store_true", help="also tell each kernel's share of the step")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")

@@ -13,7 +13,9 @@ from limelight.bench.record import spread
 from limelight.engine.startup import Started
 from limelight.models.layers import Experts
 from limelight.models.loader import Model
-from limelight.runner.runner import ModelRunner
+from limelight.ops import Call, record_calls
+from limelight.runner.runner import Launched, ModelRunner
+from limelight.types import StepPlan
 
 READ_BYTES = 2**32
 READ_ROUNDS = 5
@@ -41,6 +43,25 @@ def figures(started: Started, prompts: list[list[int]], step_ms: object) -> dict
         "of_floor": round(floor_ms / step_ms["median"], 3),
         "experts_read": round(sum(seen.counts) / sparse, 1),
     }
+
+
+def calls_of_a_step(started: Started, prompts: list[list[int]]) -> list[Call]:
+    """The operations of one decode step of these prompts, run without a graph."""
+    runner = runner_of(started)
+    last: list[Call] = []
+    graphs = runner.graphs
+
+    def recorded(plan: StepPlan) -> Launched:
+        with record_calls() as calls:
+            launched = ModelRunner.launch(runner, plan)
+        last[:] = calls
+        return launched
+
+    runner.graphs, runner.launch = None, recorded  # type: ignore[method-assign]
+    time_decode(started.engine, prompts, num_steps=1, max_model_len=started.info.max_model_len)
+    runner.graphs = graphs
+    del runner.launch
+    return last
 
 
 def runner_of(started: Started) -> ModelRunner:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +17,17 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 _references_only: ContextVar[bool] = ContextVar("references_only", default=False)
+_calls: ContextVar["list[Call] | None"] = ContextVar("calls", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operation on CUDA, as it was made."""
+
+    name: str
+    kernel: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
 class op(Generic[P, R]):
@@ -35,6 +47,9 @@ class op(Generic[P, R]):
         first = args[0]
         assert isinstance(first, torch.Tensor)
         if first.is_cuda and not torch.is_grad_enabled() and not _references_only.get():
+            if (calls := _calls.get()) is not None:
+                name = self.reference.__name__.removesuffix("_reference")
+                calls.append(Call(name, self.kernel, args, kwargs))
             return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -47,6 +62,17 @@ def use_reference() -> Iterator[None]:
         yield
     finally:
         _references_only.reset(token)
+
+
+@contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """The calls of operations on CUDA within, in their order: to repeat and time them."""
+    calls: list[Call] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:

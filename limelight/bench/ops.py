@@ -1,0 +1,130 @@
+"""`limelight bench ops`: each operation of a decode step alone, beside the memory's floor.
+
+A step's calls are recorded and those of one operation, over all layers, replayed as one graph: the
+weights of the layers follow each other as in a step, so no cache serves them.
+"""
+
+import argparse
+import random
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from limelight.bench import workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from limelight.ops import Call
+
+REPLAYS = 50
+WARM_REPLAYS = 5
+
+
+def add_flags(parser: argparse.ArgumentParser):
+    """The flags of this benchmark alone."""
+    flag = parser.add_argument
+    flag("--batch", type=int, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)")
+    flag("--context", type=int, nargs="+", default=[1024], help="prompt tokens (default: 1024)")
+    workload.add_slice_flag(parser)
+    flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, object]]:
+    """A row for each batch, context and operation."""
+    from limelight.bench import floor
+
+    started, config = workload.open_engine(args)
+    if not started.on_gpu:
+        raise ValueError("bench ops times kernels, which need a GPU; a CPU runs the references")
+    rng = random.Random(args.prompt_seed)
+    label = workload.labels(args, config, started.info.dtype)
+    bandwidth = floor.read_bandwidth(floor.runner_of(started).device)
+    rows: list[dict[str, object]] = []
+    for context in args.context:
+        for batch in args.batch:
+            prompts = workload.random_prompts(
+                rng, batch=batch, context=context, vocab=started.info.vocab_size
+            )
+            calls = floor.calls_of_a_step(started, prompts)
+            for name, same in _by_kind(calls).items():
+                row = {"batch": batch, "context": context, "op": name, "calls": len(same)}
+                rows.append(label | row | time_calls(same, context, bandwidth))
+    return rows
+
+
+def _by_kind(calls: "list[Call]") -> "dict[str, list[Call]]":
+    """The calls by operation, and attention's by whether it has a window."""
+    kinds: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        kinds[_kind(call)].append(call)
+    return kinds
+
+
+def _kind(call: "Call") -> str:
+    from limelight.ops.paging import PagedLayout
+
+    for value in call.args:
+        if isinstance(value, PagedLayout):
+            return f"{call.name}, {'full' if value.window is None else 'window'}"
+    return call.name
+
+
+def time_calls(calls: "list[Call]", context: int, bandwidth: float) -> dict[str, object]:
+    """Microseconds a call, the bytes that one must read and write, and their share of the floor."""
+    import torch
+
+    from limelight.bench.record import spread
+
+    def repeat() -> None:
+        for call in calls:
+            call.kernel(*call.args, **call.kwargs)
+
+    with torch.inference_mode():
+        repeat()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            repeat()
+        microseconds = []
+        for _ in range(WARM_REPLAYS + REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            microseconds.append(1e3 * start.elapsed_time(end) / len(calls))
+    figures = spread(microseconds[WARM_REPLAYS:])
+    nbytes = sum(bytes_of(call, context) for call in calls) / len(calls)
+    return {
+        "us": figures,
+        "mb": round(nbytes / 1e6, 3),
+        "gb_per_s": round(nbytes / figures["median"] / 1e3),
+        "of_ceiling": round(nbytes / bandwidth / (1e-6 * figures["median"]), 3),
+    }
+
+
+def bytes_of(call: "Call", context: int) -> int:
+    """The bytes of a call's inputs: of experts those chosen, of a cache the keys that are seen."""
+    import torch
+
+    from limelight.ops.paging import LayerCache, PagedLayout
+
+    values = [*call.args, *call.kwargs.values()]
+    total = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    if call.name == "moe":
+        gate_up_EGD, down_EDF, ids_TN = (_tensor(call.args[i]) for i in (1, 2, 4))
+        unread = len(gate_up_EGD) - len(ids_TN.unique())
+        total -= unread * (gate_up_EGD[0].nbytes + down_EDF[0].nbytes)
+    caches = [value for value in values if isinstance(value, LayerCache)]
+    layouts = [value for value in values if isinstance(value, PagedLayout)]
+    for cache, layout in zip(caches, layouts, strict=True):
+        keys = context if layout.window is None else min(context, layout.window)
+        total += keys * layout.few * cache.pairs_2KSC[:, :, 0].nbytes
+    return total
+
+
+def _tensor(value: object) -> "torch.Tensor":
+    import torch
+
+    assert isinstance(value, torch.Tensor)
+    return value
