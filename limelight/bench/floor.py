@@ -31,6 +31,7 @@ def figures(started: Started, prompts: list[list[int]], step_ms: object) -> dict
         length = started.info.max_model_len
         time_decode(started.engine, prompts, num_steps=1, max_model_len=length)
     runner.graphs = graphs
+    forward_ms = replay_ms(runner, len(prompts))
     block = started.plan.block
     contexts = [len(prompt) + DROPPED_STEPS for prompt in prompts]
     nbytes = weight_bytes(runner.model, seen.counts) + cache_bytes(
@@ -39,6 +40,7 @@ def figures(started: Started, prompts: list[list[int]], step_ms: object) -> dict
     floor_ms = 1e3 * nbytes / read_bandwidth(runner.device)
     sparse = max(1, len(seen.counts))
     return {
+        **({"forward_ms": spread(forward_ms)} if forward_ms else {}),
         "floor_ms": spread([floor_ms]),
         "of_floor": round(floor_ms / step_ms["median"], 3),
         "experts_read": round(sum(seen.counts) / sparse, 1),
@@ -67,6 +69,21 @@ def calls_of_a_step(started: Started, prompts: list[list[int]]) -> list[Call]:
 def runner_of(started: Started) -> ModelRunner:
     assert isinstance(started.engine.runner, ModelRunner)
     return started.engine.runner
+
+
+def replay_ms(runner: ModelRunner, batch: int) -> list[float]:
+    """Times of the step's graph alone, on the inputs of the last step; empty without a graph."""
+    if runner.graphs is None or runner.graphs.size_for(batch) != batch:
+        return []
+    times = []
+    for _ in range(PROFILED_STEPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        runner.graphs.replay(batch)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
 
 
 def kernels(started: Started, prompts: list[list[int]]) -> list[dict[str, object]]:
