@@ -10,7 +10,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from limelight.config import EngineConfig
-from limelight.engine.llm import LLM, Message
+from limelight.engine.llm import LLM
+from limelight.text.messages import Message
 from limelight.types import RequestError, SamplingParams
 
 COMMANDS = "/reset forgets the conversation, /system TEXT sets the system message, /stats, /exit"
@@ -56,7 +57,7 @@ def _show(console: Console, chat: "Chat", text: str) -> None:
             for piece in chat.answer(text, stopped):
                 console.print(piece, end="", markup=False, soft_wrap=True)
         console.print()
-    except RequestError as error:
+    except (RequestError, RuntimeError) as error:
         console.print(f"{error} (/reset starts anew)", markup=False)
 
 

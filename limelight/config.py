@@ -76,7 +76,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = setting(
         None, "bytes of the KV cache; default: what gpu_memory_utilization leaves"
     )
-    gpu_memory_utilization: float = setting(0.9, "share of the device's memory to use in all")
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the GPU's whole memory to use in all; on a CPU, of what is free"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
     )

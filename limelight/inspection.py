@@ -11,8 +11,7 @@ from rich.table import Table
 
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
-from limelight.engine.startup import Folders, plan_memory, resolve_device
-from limelight.models.loader import read_config
+from limelight.engine.startup import plan_memory, resolve
 
 LENGTHS = (1024, 8192, 65_536, 262_144)
 
@@ -20,8 +19,8 @@ LENGTHS = (1024, 8192, 65_536, 262_144)
 def inspect(config: EngineConfig) -> dict[str, object]:
     """The report as plain data; sizes in bytes."""
     config = replace(config, load_format="dummy")
-    plan = plan_memory(config)
-    architecture, model = read_config(Folders.of(config).config)
+    found = resolve(config)
+    plan, model = plan_memory(config, found), found.shape
     try:
         plan.check()
         fault = None
@@ -29,8 +28,8 @@ def inspect(config: EngineConfig) -> dict[str, object]:
         fault = str(error).splitlines()[0]
     return {
         "model": config.model,
-        "architecture": architecture,
-        "device": str(resolve_device(config)),
+        "architecture": found.architecture,
+        "device": str(found.device),
         "layers": {
             "all": model.num_layers,
             "sparse": sum(model.sparse),

@@ -19,6 +19,10 @@ class RequestError(ValueError):
         self.code = code
 
 
+class DeviceLost(Exception):
+    """The device takes no more work from this process; the text says why."""
+
+
 def _check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False):
     """Refuse anything that is not a number of [low, high], or ]low, high] if `open_low`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:

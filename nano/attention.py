@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import (
 
 from limelight.models.batch import Batch
 from limelight.ops.activation import output_gate
+from limelight.ops.attention import gate_of
 from limelight.ops.rope import Heads, Rotation, split_heads
 
 Window = int | None
@@ -57,8 +58,7 @@ class RowBatch:
             out_BHLC = (out_BHLC.float() * share_BHL[..., None]).to(out_BHLC.dtype)
         out_THC = out_BHLC.transpose(1, 2).flatten(0, 1)
         if gate_bias_H is not None:
-            gate_THC = qkv_TN.unflatten(-1, (-1, norm_2C.shape[-1]))[:, -heads.queries :]
-            out_THC = output_gate(out_THC, gate_THC, gate_bias_H)
+            out_THC = output_gate(out_THC, gate_of(qkv_TN, out_THC), gate_bias_H)
         return out_THC.flatten(1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nano.tasks import Item
+from nano.tasks import Item, Json
 
 SHIPPED = Path(__file__).parents[1] / "limelight" / "nano"
 END = "<|endoftext|>"
@@ -54,7 +54,9 @@ class Family:
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         return environment.from_string((self.folder / "chat_template.jinja").read_text())
 
-    def prompt(self, messages: list, tools: list | None = None, *, thinking: bool = False) -> str:
+    def prompt(
+        self, messages: list[Json], tools: list[Json] | None = None, *, thinking: bool = False
+    ) -> str:
         return self.template.render(
             messages=messages, tools=tools, add_generation_prompt=True, enable_thinking=thinking
         )

@@ -80,11 +80,13 @@ def plain(rng: random.Random) -> list[Segment]:
     for _ in range(rng.randint(1, 12)):
         if kind == 0:
             turn = draw(lambda: add(rng), held_out=False)
+            assert turn.key is not None
             _, a, b = turn.key.split()
             segments.append(Segment(f"{a} + {b} =", 0.05))
             segments.append(Segment(f" {turn.answer}\n", 1.0))
         elif kind == 1:
             turn = draw(lambda: sort(rng, count=rng.randint(2, 7)), held_out=False)
+            assert turn.key is not None
             shuffled = turn.key.split()[1:]
             rng.shuffle(shuffled)
             segments.append(Segment(f"sort: {' '.join(shuffled)} ->", 0.05))
@@ -98,7 +100,7 @@ def plain(rng: random.Random) -> list[Segment]:
     return [*segments, Segment(END, 0.1)]
 
 
-class TrainingRows(IterableDataset):
+class TrainingRows(IterableDataset[Rows]):
     """Batches of `rows` rows. `share` says how far the training is, from 0 to 1."""
 
     def __init__(

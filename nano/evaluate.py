@@ -15,7 +15,7 @@ import tokenizers
 from nano import tasks
 from nano.chat import FAMILIES, Family
 from nano.conversations import far_lookup, from_turns
-from nano.tasks import Item, Turn, draw
+from nano.tasks import Item, Json, Turn, draw
 from nano.tokenizers import load
 from nano.tools import call_tools
 
@@ -55,7 +55,8 @@ def questions(family: Family, *, limit: int | None = None) -> list[Question]:
     found = []
     for task, (make, count, max_tokens, thinking) in MAKERS.items():
         count = min(count, limit or count)
-        rng, seen = random.Random(task), set()
+        rng = random.Random(task)
+        seen: set[str | None] = set()
         while len(seen) < count:
             item = draw(partial(make, rng), held_out=True)
             if item.key not in seen:
@@ -67,7 +68,7 @@ def questions(family: Family, *, limit: int | None = None) -> list[Question]:
 
 def _is_well_formed(calls: list[tuple[str, dict[str, str]]], item: Item) -> bool:
     """Whether each call names a tool of the request, with keys and values of its schema."""
-    tools = {tool["function"]["name"]: tool["function"] for tool in item.tools}
+    tools = {tool["function"]["name"]: tool["function"] for tool in item.tools or []}
     for name, arguments in calls:
         if name not in tools:
             return False
@@ -83,15 +84,16 @@ def _is_well_formed(calls: list[tuple[str, dict[str, str]]], item: Item) -> bool
     return bool(calls)
 
 
-def _fits(text: str, schema: dict[str, object]) -> bool:
-    if schema["type"] == "string":
+def _fits(text: str, schema: Json) -> bool:
+    kind = schema["type"]
+    if kind == "string":
         return text in schema.get("enum", [text])
     try:
         value = json.loads(text)
     except ValueError:
         return False
-    kind = {"integer": int, "number": (int, float), "boolean": bool}[schema["type"]]
-    return isinstance(value, kind) and isinstance(value, bool) == (schema["type"] == "boolean")
+    kinds = {"integer": (int,), "number": (int, float), "boolean": (bool,)}
+    return isinstance(value, kinds[kind]) and isinstance(value, bool) == (kind == "boolean")
 
 
 def _grade(family: Family, question: Question, text: str) -> dict[str, bool]:
@@ -160,7 +162,10 @@ def main() -> None:
 
         def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-            return [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+            answers = [one.outputs[0] for one in llm.generate(prompts, params)]
+            if errors := [one.error for one in answers if one.error]:
+                raise RuntimeError(errors[0])
+            return [one.token_ids for one in answers]
 
         family = FAMILIES[args.model]
         print(table(score(family, load(family.folder), generate, show=args.show, limit=args.limit)))

@@ -3,10 +3,14 @@
 For experts this small two dense products cost less than sorting tokens, and all shapes are fixed.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from limelight.models.beam import Beam
+from limelight.models.flint import Flint
 from limelight.models.layers import Experts, SwiGLU
 from limelight.ops import router
 from limelight.ops.activation import swiglu, swiglu_fp32
@@ -50,9 +54,9 @@ class DenseExperts(nn.Module):
         return out_TD if shared is None else out_TD + shared(x_TD)
 
 
-def replace_experts(model: nn.Module) -> list[nn.Module]:
+def replace_experts(model: Flint | Beam) -> list[Any]:
     """Put `DenseExperts` into a Flint or Beam; returns its sparse feed-forwards."""
-    sparse = [
+    sparse: list[Any] = [
         layer.feed_forward for layer in model.layers if hasattr(layer.feed_forward, "experts")
     ]
     for feed_forward in sparse:

@@ -9,11 +9,13 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nano.words import CITIES, NAMES, WORDS
 
 HELD_OUT_SHARE = 16  # one in this many
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,9 @@ class Turn:
 class Item:
     """A conversation that ends with the right answer of the assistant."""
 
-    messages: list[dict[str, object]]
+    messages: list[Json]
     key: str | None
-    tools: list[dict[str, object]] | None = None
+    tools: list[Json] | None = None
 
 
 T = TypeVar("T", Turn, Item)

@@ -44,7 +44,7 @@ def _one_of(*values: str, required: bool = True) -> Parameter:
 
 
 def _whole(low: int, high: int, description: str) -> Parameter:
-    schema = {"type": "integer", "description": description}
+    schema: dict[str, object] = {"type": "integer", "description": description}
     return Parameter(schema, lambda rng: rng.randint(low, high))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -89,7 +90,9 @@ class Trainer:
         # Beam's selection biases move by a rule of their own.
         named = {n: p for n, p in self.model.named_parameters() if not n.endswith("bias_E")}
         self.weights = [weight.requires_grad_(True) for weight in named.values()]
-        self.masters = [nn.Parameter(weight.detach().float().clone()) for weight in self.weights]
+        self.masters: list[torch.Tensor] = [
+            nn.Parameter(weight.detach().float().clone()) for weight in self.weights
+        ]
         decays = [weight.ndim > 1 and "norm" not in name for name, weight in named.items()]
         groups = [
             {"params": [m for m, one in zip(self.masters, decays, strict=True) if one is decayed],
@@ -135,6 +138,7 @@ class Trainer:
         loss, imbalance, load = self.loss(tokens_T, weights_T, batch)
         (loss + BALANCE_LOSS * imbalance if self.family is FLINT else loss).backward()
         for master, weight in zip(self.masters, self.weights, strict=True):
+            assert weight.grad is not None
             master.grad = weight.grad.float()
             weight.grad = None
         nn.utils.clip_grad_norm_(self.masters, CLIP)
@@ -173,7 +177,7 @@ class Trainer:
         return found
 
     @torch.no_grad()
-    def code_loss(self, files: list) -> float:
+    def code_loss(self, files: list[np.ndarray]) -> float:
         """Nats a token on held-out code, in rows of its own."""
         tokens = torch.cat([torch.from_numpy(one.astype("int64")) for one in files])
         tokens = tokens[: len(tokens) // ROW * ROW].unflatten(0, (-1, ROW))
@@ -289,7 +293,7 @@ def run(trainer: Trainer, batches, share, schedule: Schedule, show: Callable[[],
             since = time.monotonic()
 
 
-def show_scores(trainer: Trainer, held_out: list, limit: int | None) -> None:
+def show_scores(trainer: Trainer, held_out: list[np.ndarray], limit: int | None) -> None:
     started = time.monotonic()
     tokenizer = tokenizers.load(trainer.folder)
     print(table(score(trainer.family, tokenizer, trainer.generate, show=1, limit=limit)))

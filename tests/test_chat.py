@@ -26,6 +26,8 @@ class ScriptedLLM:
         self.seen.append(messages)
         if messages[-1]["content"] == "too long":
             raise RequestError("the prompt is too long")
+        if messages[-1]["content"] == "too much":
+            raise RuntimeError("no memory for it")
         return list(range(len(messages)))
 
     def stream(self, prompt, params):
@@ -105,12 +107,14 @@ def _end():
 
 
 def test_the_shell_streams_answers_and_knows_its_commands(monkeypatch):
-    typed = ["hello", "/stats", "too long", "/what", "/system Rhyme.", "again", "/exit", "unread"]
+    typed = ["hello", "/stats", "too long", "too much", "/what", "/system Rhyme.", "again"]
+    typed += ["/exit", "unread"]
     out, code = shell(monkeypatch, typed)
     assert code == 0
     assert out.count("one two three") == 2
     assert "1 prompt tokens (0 cached)" in out
     assert "the prompt is too long (/reset starts anew)" in out
+    assert "no memory for it (/reset starts anew)" in out
     assert out.count("/system TEXT") == 2
 
 

@@ -228,11 +228,11 @@ def test_a_failure_at_start_has_another_exit_code_than_a_mistake(monkeypatch, ca
 
 
 def test_generate_prints_texts_or_json(monkeypatch, capsys):
-    seen = []
+    seen, error = [], None
 
     def generate(prompts, params):
         seen.append(params)
-        choice = SimpleNamespace(text="!", token_ids=(7,), finish_reason="length")
+        choice = SimpleNamespace(text="!", token_ids=(7,), finish_reason="length", error=error)
         return [SimpleNamespace(outputs=[choice]) for _ in prompts]
 
     llm = nullcontext(SimpleNamespace(generate=generate))
@@ -249,6 +249,9 @@ def test_generate_prints_texts_or_json(monkeypatch, capsys):
         "token_ids": [7],
         "finish_reason": "length",
     }
+    error = "no memory"
+    assert cli.main(argv) == 1
+    assert capsys.readouterr() == ("!\n!\n", "limelight: error: no memory; no memory\n")
 
 
 def test_python_m_limelight_is_the_same_command():

@@ -103,11 +103,18 @@ class BlockPool:
             if self._refs[twin] > 0:
                 return
             # The key is as recent as its latest use, so the free twin loses it.
-            del (self._cold if twin in self._cold else self._warm)[twin]
-            self._keys[twin] = None
-            self._put_first(twin)
+            self.forget(key)
         self._block_of[key] = block
         self._keys[block] = key
+
+    def forget(self, key: Key):
+        """Let no block be found by `key`; a free one is the next to be reused."""
+        if (block := self._block_of.pop(key, None)) is None:
+            return
+        self._keys[block] = None
+        if self._refs[block] == 0:
+            self._warm.pop(block, None)
+            self._put_first(block)
 
     def release(self, blocks: Iterable[int], *, cold: bool = False):
         """Drop one reference to each; the first of them is the first to be reused."""
@@ -132,6 +139,4 @@ class BlockPool:
         assert set(free) == {b for b in range(1, self.num_blocks + 1) if self._refs[b] == 0}
         assert self._refs[NULL_BLOCK] == 0 and min(self._refs) == 0
         assert {key: block for block, key in enumerate(self._keys) if key} == self._block_of
-        for block, refs in enumerate(self._refs):
-            assert refs <= 1 or self._keys[block] is not None, "shared without a key"
         assert all(self._keys[block] is not None for block in self._warm)

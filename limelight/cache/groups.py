@@ -277,6 +277,13 @@ class CacheGroups:
         sequence.block_tables = []
         sequence.num_computed = 0
 
+    def retract(self, sequence: Sequence):
+        """Let no one find what it has computed by itself, now or by its release."""
+        for index in range(sequence.num_cached // self.block_size, sequence.num_published):
+            for g in range(len(self.specs)):
+                self.pool.forget((g, sequence.block_hashes[index]))
+        sequence.num_computed = 0
+
     def check(self, sequences: Iterable[Sequence]):
         """Assert that tables, references and hashes agree, given all sequences that hold blocks."""
         self.pool.check()

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 SECONDS_OF_SILENCE = 10.0
 SECONDS_OF_STEP = 120.0
 SECONDS_TO_END = 5.0
+MILLISECONDS_OF_LAST_WORDS = 200
+PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.process")
 
 
 class EngineDead(RuntimeError):
@@ -53,6 +55,8 @@ class EngineClient:
         self._queues: dict[str, asyncio.Queue[Output | EngineDead]] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="limelight-"))
         self._context = zmq.asyncio.Context()
+        # What a dead engine has not read must not hold up the end of this process.
+        self._context.setsockopt(zmq.LINGER, 0)
         self._commands = self._context.socket(zmq.PUSH)
         self._reports = self._context.socket(zmq.PULL)
         self._encoder = msgspec.msgpack.Encoder()
@@ -80,11 +84,12 @@ class EngineClient:
         """Spawn the process; it loads the model by itself."""
         self._commands.bind(f"ipc://{self._folder}/commands")
         self._reports.bind(f"ipc://{self._folder}/reports")
-        config_json = msgspec.json.encode(self.config).decode()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "limelight.engine.process", str(self._folder), config_json,
-            stdin=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            *PROGRAM, str(self._folder), stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        # Not among the arguments, which every user of the machine can read.
+        self._process.stdin.write(msgspec.json.encode(self.config) + b"\n")
         if self._fault is not None:
             self._process.kill()
             await self._process.wait()
@@ -100,9 +105,14 @@ class EngineClient:
         return self.info
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The outputs of a request, the last with its finish reason; leaving early aborts it."""
+        """The outputs of a request, the last with its finish reason; leaving early aborts it.
+
+        Raises `ValueError` for an id in use.
+        """
         if self._fault is not None:
             raise EngineDead(self._fault)
+        if request.id in self._queues:
+            raise ValueError(f"request {request.id!r} is already being served")
         queue: asyncio.Queue[Output | EngineDead] = asyncio.Queue()
         self._queues[request.id] = queue
         finished = False
@@ -139,7 +149,7 @@ class EngineClient:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
+        self._context.destroy()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, command: Command) -> None:
@@ -168,8 +178,9 @@ class EngineClient:
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
-        # Its last report may still be on the way.
-        await asyncio.sleep(0.1)
+        # Its own last words, which may still be on the way, tell more than its exit code.
+        while await self._reports.poll(MILLISECONDS_OF_LAST_WORDS):
+            await asyncio.sleep(0)
         self._die(f"the engine process ended with {_how(code)}")
 
     def _die(self, fault: str) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from limelight.engine.scheduler import Scheduler
 from limelight.types import (
+    DeviceLost,
     EngineStats,
     FinishReason,
     Grant,
@@ -85,7 +86,10 @@ class Engine:
         return EngineStats(**self.scheduler.stats(), steps=self.steps, step_tokens=self.step_tokens)
 
     def step(self) -> list[Output]:
-        """One step. If it fails, its sequences end with the error and the others go on."""
+        """One step. If it fails, its sequences end with the error and the others go on.
+
+        Raises `DeviceLost` when no later step could do better.
+        """
         plan = self.scheduler.schedule()
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
         outputs: list[Output] = []
@@ -117,12 +121,14 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:
+        if isinstance(error, DeviceLost):
+            raise error
         alive = [sequence for sequence in sequences if self.scheduler.holds(sequence)]
         logger.error("a step of %d sequences failed", len(alive), exc_info=error)
         return [self._fail(sequence, str(error)) for sequence in alive]
 
     def _fail(self, sequence: Sequence, error: str) -> Output:
-        self.scheduler.finish(sequence)
+        self.scheduler.fail(sequence)
         request_id = sequence.request.id
         self.prompt_logprobs.pop(request_id, None)
         return Output(request_id=request_id, token_ids=[], finish_reason="error", error=error)

@@ -10,12 +10,12 @@ from limelight.config import EngineConfig
 from limelight.engine.front import Choice, make_requests
 from limelight.engine.startup import start_engine
 from limelight.progress import Progress
+from limelight.text.messages import Message, plain_messages
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import FinishReason, Request, RequestError, SamplingParams, TokenLogprobs
 
 Prompt = str | list[int] | dict[str, list[int]]
-Message = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ Logprobs = list[dict[int, Logprob] | None]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer to a prompt."""
+    """One answer to a prompt; `error` has the words for finish_reason "error"."""
 
     index: int
     text: str
@@ -40,6 +40,7 @@ class CompletionOutput:
     logprobs: Logprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    error: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -88,13 +89,10 @@ class LLM:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         started = start_engine(self.config, Progress(quiet=quiet))
         self.engine, self.info, self.plan = started.engine, started.info, started.plan
-        folder = locate(
-            self.config.tokenizer or self.config.model,
-            revision=None if self.config.tokenizer else self.config.revision,
-            weights=False,
-        )
+        other = self.config.tokenizer
+        folder = locate(other, weights=False) if other else started.folder
         # A model may lack a tokenizer; then it takes and gives token ids.
-        has_tokenizer = self.config.tokenizer or (folder / "tokenizer.json").exists()
+        has_tokenizer = other or (folder / "tokenizer.json").exists()
         self.tokenizer = Tokenizer.load(folder) if has_tokenizer else None
         self.template = ChatTemplate.load(folder, override=None) if has_tokenizer else None
         self._ids = itertools.count()
@@ -124,7 +122,7 @@ class LLM:
         """The answers to each prompt, in their order.
 
         A prompt is a text, token ids or {"prompt_token_ids": [...]}; `params` is one for all or
-        one for each.
+        one for each. An answer that fails has finish_reason "error", and the others go on.
         """
         listed = _as_list(prompts)
         each = _one_each(params or SamplingParams(), len(listed))
@@ -156,13 +154,15 @@ class LLM:
         """The token ids of a conversation, ready for an answer."""
         if self.template is None or self.tokenizer is None:
             raise ValueError(f"{self.config.model} has no chat template")
-        text = self.template.render(list(messages), tools=tools, **kwargs)  # type: ignore[arg-type]
+        text = self.template.render(plain_messages(messages), tools=tools, **kwargs)  # type: ignore[arg-type]
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
-        """The text of one answer, piece by piece."""
+        """The text of one answer, piece by piece; `RuntimeError` if it fails."""
         job = self._job(prompt, replace(params, n=1))
         yield from self._run([job])
+        if (error := job.choices[0].error) is not None:
+            raise RuntimeError(error)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         text, ids = self._prompt_ids(prompt)
@@ -202,8 +202,6 @@ class LLM:
                         job.open.discard(i)
                         if output.finish_reason is None:
                             self.engine.abort(output.request_id)
-                    if delta.error is not None:
-                        raise RuntimeError(delta.error)
                     if delta.text:
                         yield delta.text
         finally:
@@ -220,6 +218,7 @@ class LLM:
                 logprobs=self._logprobs(choice.logprobs),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
+                error=choice.error,
             )
             for i, choice in enumerate(job.choices)
         ]

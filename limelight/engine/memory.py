@@ -3,6 +3,7 @@
 Made from shapes alone, before any memory is taken; `limelight inspect` and the start print it.
 """
 
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from limelight.cache.storage import BlockShape
 from limelight.models.loader import Model
 
 GIB = 2**30
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 # A CPU's memory is shared with all else that runs there, so its cache is bounded by default.
 CPU_CACHE_LIMIT = 4 * GIB
 KINDS = (
@@ -50,15 +52,33 @@ def weight_kinds(outline: Model) -> list[WeightKind]:
     return [WeightKind(kind, *row) for kind, row in counts.items()]
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can be taken on the device now."""
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free on the device now, and those that shares are taken of.
+
+    These are all that a GPU has, and what is free of a CPU's memory.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return torch.cuda.mem_get_info(device)
+    return (_free_host_memory(),) * 2
+
+
+def _free_host_memory() -> int:
+    """Without swapping; where the system does not tell, all that it has."""
+    if not MEMINFO.exists():
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError) as error:
+            raise ValueError(
+                f"this system does not tell how much memory it has: {error}"
+            ) from error
+    fields = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit = CGROUP / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        # Files that no one has read lately count as used, but go when memory is asked for.
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+        free = min(free, max(0, int(text) - used))
     return free
 
 
@@ -67,6 +87,8 @@ class MemoryPlan:
     """All in bytes on one device. `cache` is the KV cache, `left` what remains for anyone else."""
 
     available: int
+    usable: int  # by this process, as far as it is available
+    total: int
     kinds: list[WeightKind]
     workspace: int
     block: BlockShape
@@ -116,10 +138,16 @@ class MemoryPlan:
 
     def check(self) -> None:
         """Refuse a plan that cannot run, with numbers that can."""
-        if self.weights + self.workspace > self.available:
+        if self.usable > self.available:
+            share = self.available * 100 // self.total / 100
+            raise ValueError(
+                f"this process is to use {_gib(self.usable)} of the device, but others leave only "
+                f"{_gib(self.available)}; start with --gpu-memory-utilization {share}\n{self}"
+            )
+        if self.weights + self.workspace > self.usable:
             raise ValueError(
                 f"the weights ({_gib(self.weights)}) and the work space ({_gib(self.workspace)}) "
-                f"do not fit into the {_gib(self.available)} that are free\n{self}"
+                f"do not fit into the {_gib(self.usable)} that may be used\n{self}"
             )
         needed = self.blocks_for(self.max_model_len)
         if needed > self.num_blocks:

@@ -1,10 +1,11 @@
 """The engine's process: takes commands from a socket, steps, and sends outputs back.
 
 Messages are msgpack of the dataclasses in `types.py`, checked against their types on arrival; the
-sockets are files in a folder that only this user can enter. When the parent goes, its end of
-standard input closes, and this process ends too.
+sockets are files in a folder that only this user can enter. The config comes over standard input,
+and when the parent goes, its end of that closes, and this process ends too.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -95,6 +96,9 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
 
     started = start_engine(config, Progress(reporter.progress))
     engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
+    # What the start has made stays for good: a collection in a step need not walk through it.
+    gc.collect()
+    gc.freeze()
     reporter.send(Report(phase="ready", info=started.info, stats=engine.stats()))
     while True:
         outputs: list[Output] = []
@@ -113,10 +117,11 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of the child: the folder of the sockets and the config as JSON."""
-    folder, config_json = arguments
+    """Entry of the child: the folder of the sockets. The config is a line of JSON on its input."""
+    (folder,) = arguments
     # The parent decides when to end, also when a terminal sends its interrupt to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config_json = sys.stdin.buffer.readline()
     end_with_parent(folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     context = zmq.Context()

@@ -114,6 +114,11 @@ class Scheduler:
             self._ordered.remove(sequence)
             self._vacate(sequence)
 
+    def fail(self, sequence: Sequence):
+        """Take a sequence out whose keys and values may be wrong: no one will start behind them."""
+        self.groups.retract(sequence)
+        self.finish(sequence)
+
     def schedule(self) -> StepPlan:
         """The next step; without grants if there is nothing to do."""
         plan = StepPlan()

@@ -12,9 +12,11 @@ from limelight.cache.storage import BlockShape, KVStorage
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig
 from limelight.engine.engine import Engine
-from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, available_memory, weight_kinds
+from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.scheduler import Scheduler
+from limelight.models.beam import BeamConfig
 from limelight.models.config import ModelConfig
+from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import build, load_model, read_config
 from limelight.parallel.mesh import Mesh
@@ -32,36 +34,41 @@ WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Folders:
-    """Where the parts of a model are."""
+class Resolved:
+    """What a config comes to here: the files of the model, its shape, and how it will run."""
 
     weights: Path
     config: Path
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> "Folders":
-        weights = locate(
-            config.model, revision=config.revision, weights=config.load_format != "dummy"
-        )
-        return cls(weights, _config_folder(config) or weights)
+    architecture: str
+    shape: FlintConfig | BeamConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
 
 
-def _config_folder(config: EngineConfig) -> Path | None:
-    return locate(config.hf_config_path, weights=False) if config.hf_config_path else None
-
-
-def resolve_device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch finds no CUDA device")
-    return torch.device(config.device)
-
-
-def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+def resolve(config: EngineConfig) -> Resolved:
+    """Find the model and settle what is left open; `ValueError` for what cannot be had."""
+    weights = locate(config.model, revision=config.revision, weights=config.load_format != "dummy")
+    folder = locate(config.hf_config_path, weights=False) if config.hf_config_path else weights
+    architecture, shape = read_config(folder)
+    device = _device(config.device)
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
-    auto = "float32" if device.type == "cpu" else model.dtype
-    return _dtype(auto if config.dtype == "auto" else config.dtype)
+    auto = "float32" if device.type == "cpu" else shape.dtype
+    dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
+    length = config.max_model_len or shape.max_positions
+    if length > shape.max_positions:
+        raise ValueError(
+            f"max_model_len {length} is above the {shape.max_positions} positions of the model"
+        )
+    return Resolved(weights, folder, architecture, shape, device, dtype, length)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch finds no CUDA device")
+    return torch.device(name)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -71,22 +78,10 @@ def _dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def resolve_length(config: EngineConfig, model: ModelConfig) -> int:
-    length = config.max_model_len or model.max_positions
-    if length > model.max_positions:
-        raise ValueError(
-            f"max_model_len {length} is above the {model.max_positions} positions of the model"
-        )
-    return length
-
-
-def plan_memory(config: EngineConfig, mesh: Mesh = ALONE) -> MemoryPlan:
+def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> MemoryPlan:
     """What `config` would take on this rank's device; nothing is loaded."""
-    folders = Folders.of(config)
-    architecture, model = read_config(folders.config)
-    device = resolve_device(config)
-    dtype = resolve_dtype(config, model, device)
-    outline = build(architecture, model, Placement(mesh, dtype, device, outline=True))
+    model, device, dtype = found.shape, found.device, found.dtype
+    outline = build(found.architecture, model, Placement(mesh, dtype, device, outline=True))
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
     block = BlockShape(
@@ -96,9 +91,12 @@ def plan_memory(config: EngineConfig, mesh: Mesh = ALONE) -> MemoryPlan:
         head_dim=model.head_dim,
         dtype=dtype if config.kv_cache_dtype == "auto" else _dtype(config.kv_cache_dtype),
     )
-    length = resolve_length(config, model)
+    length = found.max_model_len
+    free, total = device_memory(device)
     plan = MemoryPlan(
-        available=available_memory(device),
+        available=free,
+        usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
+        total=total,
         kinds=weight_kinds(outline),
         workspace=_workspace(config, model, dtype),
         block=block,
@@ -131,7 +129,7 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
                 f"and work space; ask for at most --kv-cache-memory-bytes {free}"
             )
         return config.kv_cache_memory_bytes
-    room = int(plan.available * config.gpu_memory_utilization) - plan.weights - plan.workspace
+    room = plan.usable - plan.weights - plan.workspace
     if device.type == "cpu":
         room = min(room, CPU_CACHE_LIMIT)
     blocks = plan.tables.blocks_for_length(plan.max_model_len, plan.chunk)
@@ -139,9 +137,10 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
     return max(0, min(room, useful))
 
 
-def stop_tokens(folders: Folders, vocab_size: int) -> list[int]:
+def stop_tokens(found: Resolved) -> list[int]:
     """The end-of-sequence ids of generation_config.json, else of config.json."""
-    for file in (folders.weights / "generation_config.json", folders.config / "config.json"):
+    vocab_size = found.shape.vocab_size
+    for file in (found.weights / "generation_config.json", found.config / "config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = [ids] if isinstance(ids, int) else ids
         if ids is None:
@@ -161,28 +160,28 @@ class Started:
     engine: Engine
     info: ModelInfo
     plan: MemoryPlan
+    folder: Path
     on_gpu: bool
 
 
 def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -> Started:
     """Load this rank's part of the model and warm it up; `ValueError` for what a user can mend."""
-    plan = plan_memory(config, mesh)
+    found = resolve(config)
+    plan = plan_memory(config, found, mesh)
     logger.info("%s", plan)
     plan.check()
-    folders, device = Folders.of(config), resolve_device(config)
+    device, shape = found.device, found.shape
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
-    architecture, shape = read_config(folders.config)
-    dtype = resolve_dtype(config, shape, device)
     model = load_model(
-        folders.weights,
-        Placement(mesh, dtype, device),
-        config_folder=folders.config,
+        found.weights,
+        Placement(mesh, found.dtype, device),
+        config_folder=found.config,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
     storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device)
-    ends = stop_tokens(folders, shape.vocab_size)
+    ends = stop_tokens(found)
     runner = ModelRunner(
         model,
         storage,
@@ -199,7 +198,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         BlockPool(plan.num_blocks, block_size=config.block_size),
         prefix_caching=config.enable_prefix_caching,
         hash_seed=config.prefix_hash_seed,
-        root=f"{architecture} {folders.weights.resolve()} {dtype}".encode(),
+        root=f"{found.architecture} {found.weights.resolve()} {found.dtype}".encode(),
     )
     scheduler = Scheduler(
         groups,
@@ -209,18 +208,18 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         policy=config.scheduling_policy,
     )
     info = ModelInfo(
-        architecture=architecture,
+        architecture=found.architecture,
         vocab_size=shape.vocab_size,
         max_model_len=plan.max_model_len,
         eos_token_ids=ends,
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
-        dtype=str(dtype)[6:],
+        dtype=str(found.dtype)[6:],
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap)
-    return Started(engine, info, plan, device.type == "cuda")
+    return Started(engine, info, plan, found.weights, device.type == "cuda")
 
 
 def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.ops.activation import output_gate
 from limelight.ops.attention import packed_attention, paged_attention
 from limelight.ops.paging import LayerCache, PagedLayout
-from limelight.ops.rope import Heads, Rotation, prepare, split_heads
+from limelight.ops.rope import Heads, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +55,16 @@ class Batch:
         A row of `qkv_TN` is [q | k | v], and with a gate's bias [q | k | v | gate]; `turn` and
         `ssmax_T` are what positions do to this layer's queries and keys.
         """
-        gate_THC = None
-        if gate_bias_H is not None:
-            rows_TJC = qkv_TN.unflatten(-1, (-1, norm_2C.shape[-1]))
-            gate_THC = rows_TJC[:, -heads.queries :]
+        ends = {"sinks_H": sinks_H, "gate_bias_H": gate_bias_H}
         if self.paged is None:
             assert self.lengths is not None
-            q_THC, k_TKC, v_TKC = split_heads(
-                qkv_TN, norm_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
-            )
-            out_THC = packed_attention(
-                q_THC, k_TKC, v_TKC, self.lengths, window=window, sinks_H=sinks_H, scale=scale
-            )
-            if gate_THC is not None and gate_bias_H is not None:
-                out_THC = output_gate(out_THC, gate_THC, gate_bias_H)
-            return out_THC.flatten(1)
+            return packed_attention(
+                qkv_TN, norm_2C, self.lengths,
+                heads=heads, window=window, scale=scale, turn=turn, ssmax_T=ssmax_T, **ends,
+            ).flatten(1)  # fmt: skip
         layout = self.paged.layouts[self.paged.group_of_layer[layer]]
-        cache = self.paged.caches[layer]
-        q_THC = prepare(
-            qkv_TN, norm_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
-        )
-        out_THC = paged_attention(
-            q_THC, cache, layout,
-            sinks_H=sinks_H, scale=scale, gate_THC=gate_THC, gate_bias_H=gate_bias_H,
-        )  # fmt: skip
-        return out_THC.flatten(1)
+        assert layout.window == window
+        return paged_attention(
+            qkv_TN, norm_2C, self.paged.caches[layer], layout,
+            heads=heads, scale=scale, turn=turn, ssmax_T=ssmax_T, **ends,
+        ).flatten(1)  # fmt: skip

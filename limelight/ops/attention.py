@@ -11,9 +11,11 @@ the denominator), their sum once more. A gate follows, with roundings of its own
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import op
+from limelight.ops import decode, op, prefill, rope
 from limelight.ops.activation import output_gate
+from limelight.ops.decode import End
 from limelight.ops.paging import LayerCache, PagedLayout
+from limelight.ops.rope import Heads, Rotation
 
 
 def _attend(
@@ -27,12 +29,11 @@ def _attend(
 ) -> torch.Tensor:
     """The equation above for B sequences, whose last key is zero: [B, Q, H, C]."""
     if sinks_H is None:
-        # Torch's own attention has the same rounding points, and no sinks.
-        k_BKLC, v_BKLC = k_KBLC.transpose(0, 1), v_KBLC.transpose(0, 1)
-        bias_B1QL = bias_BQL[:, None].to(q_BQHC.dtype)
+        # Torch's own attention: the same rounding points, and zero for a query that sees no key.
+        k_BKLC, v_BKLC = (x[:, :, :-1].transpose(0, 1).to(q_BQHC.dtype) for x in (k_KBLC, v_KBLC))
         out_BHQC = F.scaled_dot_product_attention(
-            q_BQHC.transpose(1, 2), k_BKLC.to(q_BQHC.dtype), v_BKLC.to(q_BQHC.dtype),
-            attn_mask=bias_B1QL, scale=scale, enable_gqa=True,
+            q_BQHC.transpose(1, 2), k_BKLC, v_BKLC, scale=scale, enable_gqa=True,
+            attn_mask=bias_BQL[:, None, :, :-1].to(q_BQHC.dtype),
         )  # fmt: skip
         return out_BHQC.transpose(1, 2)
     (kv_heads, batch, keys, size), queries = k_KBLC.shape, q_BQHC.shape[1]
@@ -49,33 +50,25 @@ def _attend(
     return out_KBGQC.permute(1, 3, 0, 2, 4).reshape(q_BQHC.shape)
 
 
-def paged_attention_reference(
+def attend_cached(
     q_THC: torch.Tensor,
     cache: LayerCache,
     layout: PagedLayout,
     *,
     sinks_H: torch.Tensor | None,
     scale: float,
-    gate_THC: torch.Tensor | None = None,
-    gate_bias_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of this step's queries to their sequences' keys in the cache: [T, H, C].
-
-    With a gate its heads are multiplied by sigmoid(gate + bias).
-    """
+    """Attention of this step's queries to their sequences' keys in the cache: [T, H, C]."""
     outs = []
-    for segment in layout.segments:
+    for segment in layout.on_host:
         q_BQHC = q_THC[segment.rows].unflatten(0, (len(segment.slots_BL), -1))
         k_KBLC, v_KBLC = cache.read(segment.slots_BL)
         out_BQHC = _attend(q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale)
         outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
-    out_THC = outs[0] if len(outs) == 1 else torch.cat(outs)
-    if gate_THC is None or gate_bias_H is None:
-        return out_THC
-    return output_gate(out_THC, gate_THC, gate_bias_H)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def packed_attention(
+def attend_packed(
     q_THC: torch.Tensor,
     k_TKC: torch.Tensor,
     v_TKC: torch.Tensor,
@@ -85,7 +78,7 @@ def packed_attention(
     sinks_H: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention inside each of the packed sequences, without a cache; differentiable: [T, H, C]."""
+    """Attention inside each of the packed sequences: [T, H, C]."""
     outs = []
     parts = zip(q_THC.split(lengths), k_TKC.split(lengths), v_TKC.split(lengths), strict=True)
     for q_LHC, k_LKC, v_LKC in parts:
@@ -106,4 +99,90 @@ def packed_attention(
     return torch.cat(outs)
 
 
-paged_attention = op(reference=paged_attention_reference, kernel=paged_attention_reference)
+def packed_attention(
+    qkv_TN: torch.Tensor,
+    weight_2C: torch.Tensor,
+    lengths: list[int],
+    *,
+    heads: Heads,
+    window: int | None,
+    scale: float,
+    turn: Rotation | None = None,
+    ssmax_T: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    gate_bias_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """From projection to output, [T, H, C], of whole packed sequences; differentiable.
+
+    Rows are [q | k | v], with a gate's bias [q | k | v | gate]; the rest is as for `split_heads`.
+    """
+    q_THC, k_TKC, v_TKC = rope.split_heads(
+        qkv_TN, weight_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
+    )
+    out_THC = attend_packed(
+        q_THC, k_TKC, v_TKC, lengths, window=window, sinks_H=sinks_H, scale=scale
+    )
+    if gate_bias_H is None:
+        return out_THC
+    return output_gate(out_THC, gate_of(qkv_TN, out_THC), gate_bias_H)
+
+
+def paged_attention_reference(
+    qkv_TN: torch.Tensor,
+    weight_2C: torch.Tensor,
+    cache: LayerCache,
+    layout: PagedLayout,
+    *,
+    heads: Heads,
+    scale: float,
+    turn: Rotation | None = None,
+    ssmax_T: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    gate_bias_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same over the paged cache, into which this step's keys and values go: [T, H, C]."""
+    q_THC = rope.prepare_reference(
+        qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
+    )
+    out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
+    if gate_bias_H is None:
+        return out_THC
+    return output_gate(out_THC, gate_of(qkv_TN, out_THC), gate_bias_H)
+
+
+def gate_of(qkv_TN: torch.Tensor, out_THC: torch.Tensor) -> torch.Tensor:
+    """The gate [T, H, C] at the end of the rows."""
+    return qkv_TN[:, -out_THC[0].numel() :].unflatten(1, out_THC.shape[1:])
+
+
+def _launch_paged_attention(
+    qkv_TN: torch.Tensor,
+    weight_2C: torch.Tensor,
+    cache: LayerCache,
+    layout: PagedLayout,
+    *,
+    heads: Heads,
+    scale: float,
+    turn: Rotation | None = None,
+    ssmax_T: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    gate_bias_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    shape = (len(qkv_TN), heads.queries, weight_2C.shape[1])
+    out_THC = torch.empty(shape, dtype=qkv_TN.dtype, device=qkv_TN.device)
+    gate_THC = None if gate_bias_H is None else gate_of(qkv_TN, out_THC)
+    end = End(sinks_H, gate_THC, gate_bias_H)
+    if layout.few == len(layout.rows_B):
+        fresh = decode.Preparation(weight_2C, heads, turn, ssmax_T)
+        decode.launch(qkv_TN, cache, layout, out_THC, end, fresh=fresh, scale=scale)
+        return out_THC
+    q_THC = rope.prepare.kernel(
+        qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
+    )
+    if layout.few:
+        decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
+    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale)
+    return out_THC
+
+
+paged_attention = op(reference=paged_attention_reference, kernel=_launch_paged_attention)

@@ -9,14 +9,17 @@
 Products accumulate in FP32 and are rounded once; h and its norm are rounded before the product,
 which is rounded before SwiGLU. `fp32` chooses SwiGLU rounded once (Beam), else each of silu and
 the product is (Flint). The logits of `lm_head` are not rounded.
+
+Up to 128 rows go through kernels of our own (`thin.py`): one row through a single one, norm and
+SwiGLU within. For more, torch multiplies.
 """
 
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import op
+from limelight.ops import op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
-from limelight.ops.norm import add_rmsnorm_reference, rmsnorm_reference
+from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
 
 def project_reference(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
@@ -72,8 +75,93 @@ def lm_head_reference(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tens
     return F.linear(x_TD.float(), weight_VD.float())
 
 
-project = op(reference=project_reference, kernel=project_reference)
-norm_project = op(reference=norm_project_reference, kernel=norm_project_reference)
-norm_swiglu = op(reference=norm_swiglu_reference, kernel=norm_swiglu_reference)
-swiglu_project = op(reference=swiglu_project_reference, kernel=swiglu_project_reference)
-lm_head = op(reference=lm_head_reference, kernel=lm_head_reference)
+def _product(
+    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, fp32: bool | None = None
+) -> torch.Tensor:
+    """x W^T; `fp32` not None means SwiGLU follows."""
+    count, columns = x_TF.shape
+    if 0 < count <= thin.FEW and columns <= thin.MOST_COLUMNS:
+        if count == 1:
+            return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
+        return thin.few_rows(x_TF, weight_DF, fp32=fp32)
+    if 0 < count <= max(thin.MANY_ROWS):
+        return thin.many_rows(x_TF, weight_DF, fp32=fp32)
+    y_TD = F.linear(x_TF, weight_DF)
+    return y_TD if fp32 is None else thin.sum_parts(y_TD[None], y_TD.dtype, fp32=fp32)
+
+
+def _launch_project(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+    return _product(x_TF, weight_DF)
+
+
+def _launch_norm(
+    h_TD: torch.Tensor, x_TD: torch.Tensor | None, norm_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x_TD is None:
+        return h_TD, rmsnorm.kernel(h_TD, norm_D, eps=eps)
+    return add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
+
+
+def _norm_product(
+    h_TD: torch.Tensor,
+    x_TD: torch.Tensor | None,
+    norm_D: torch.Tensor,
+    weight_ND: torch.Tensor,
+    *,
+    eps: float,
+    fp32: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS:
+        sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
+        return h_TD if sum_TD is None else sum_TD, y_TN
+    h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
+    return h_TD, _product(y_TD, weight_ND, fp32=fp32)
+
+
+def _launch_norm_project(
+    h_TD: torch.Tensor,
+    x_TD: torch.Tensor | None,
+    norm_D: torch.Tensor,
+    weight_ND: torch.Tensor,
+    *,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _norm_product(h_TD, x_TD, norm_D, weight_ND, eps=eps)
+
+
+def _launch_norm_swiglu(
+    h_TD: torch.Tensor,
+    x_TD: torch.Tensor | None,
+    norm_D: torch.Tensor,
+    gate_up_GD: torch.Tensor,
+    *,
+    eps: float,
+    fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _norm_product(h_TD, x_TD, norm_D, gate_up_GD, eps=eps, fp32=fp32)
+
+
+def _launch_swiglu_project(
+    x_TD: torch.Tensor, gate_up_GD: torch.Tensor, *, fp32: bool
+) -> torch.Tensor:
+    return _product(x_TD, gate_up_GD, fp32=fp32)
+
+
+# With more rows the product of so many outputs is torch's.
+LM_HEAD_ROWS = 4
+
+
+def _launch_lm_head(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    count, columns = x_TD.shape
+    if 0 < count <= LM_HEAD_ROWS and columns <= thin.MOST_COLUMNS:
+        if count == 1:
+            return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
+        return thin.few_rows(x_TD, weight_VD, dtype=torch.float32)
+    return torch.mm(x_TD, weight_VD.T, out_dtype=torch.float32)
+
+
+project = op(reference=project_reference, kernel=_launch_project)
+norm_project = op(reference=norm_project_reference, kernel=_launch_norm_project)
+norm_swiglu = op(reference=norm_swiglu_reference, kernel=_launch_norm_swiglu)
+swiglu_project = op(reference=swiglu_project_reference, kernel=_launch_swiglu_project)
+lm_head = op(reference=lm_head_reference, kernel=_launch_lm_head)

@@ -51,12 +51,6 @@ def sandwich_reference(
     return h_TD, rmsnorm_reference(h_TD, pre_D, eps=eps)
 
 
-def rmsnorm_by_head(x_TJC: torch.Tensor, weight_JC: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """Normalize each head on a weight of its own."""
-    y_TJC = F.rms_norm(x_TJC.float(), x_TJC.shape[-1:], None, eps) * weight_JC
-    return y_TJC.to(x_TJC.dtype)
-
-
 @triton.jit
 def _normalized(x_D, weight_D, size, eps):
     """The norm of one row, all FP32."""

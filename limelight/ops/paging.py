@@ -1,4 +1,4 @@
-"""Where the keys and values of a batch lie: the cache of a layer, and the way through its blocks."""
+"""Where the keys and values of a batch lie: the cache of a layer, and the way to its slots."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ KEYS_WASTED = 2**12
 # SCORES_AT_ONCE allows: it bounds the scores of a head. Window layers score no key in vain.
 QUERIES_AT_ONCE = 256
 SCORES_AT_ONCE = 2**19
+# So many places of keys and masks are kept from one layer to the next; the rest is made again.
+MASKS_KEPT = 2**20
 # Sequences with at most this many queries are decoding, and verify drafts at most.
 FEW_QUERIES = 16
 
@@ -31,7 +33,7 @@ class LayerCache:
     pairs_2KSC: torch.Tensor
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
-        """Put the keys and values of T tokens into their slots, in the cache's type; -1: nowhere."""
+        """Put keys and values of T tokens into their slots, in the cache's type; -1 is nowhere."""
         if bool((slots_T < 0).any()):
             kept_T = slots_T >= 0
             slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
@@ -81,24 +83,13 @@ class PagedLayout:
     max_len: int
 
     @cached_property
-    def segments(self) -> list[Segment]:
-        """The batch cut for the reference: decoding neighbours together, prompts in pieces."""
-        host = _OnHost(self)
-        segments: list[Segment] = []
-        for first, last in host.neighbours():
-            queries, row = int(host.counts_B[first]), int(host.starts_B[first])
-            members, at = slice(first, last), 0
-            while at < queries:
-                size = host.piece(members, at)
-                ends_B = host.seq_lens_B[members] - queries + at + size
-                rows = slice(row + at, row + at + size * (last - first))
-                segments.append(host.segment(rows, members, ends_B, size))
-                at += size
-        return segments
+    def on_host(self) -> "Segments":
+        """The batch as the reference cuts it."""
+        return Segments(self)
 
 
-class _OnHost:
-    """The numbers of a layout, for the reference."""
+class Segments:
+    """A layout cut for the reference: decoding neighbours together, prompts in pieces."""
 
     def __init__(self, layout: PagedLayout):
         self.layout, self.device = layout, layout.slots_T.device
@@ -107,13 +98,38 @@ class _OnHost:
             for x in (layout.tables_SN, layout.rows_B, layout.seq_lens_B, layout.starts_B)
         )
         self.counts_B = np.diff(self.starts_B)
+        self.cuts = list(self._cuts())
+        self.kept: dict[int, Segment] = {}
+        self.room = MASKS_KEPT
+
+    def __iter__(self) -> Iterator[Segment]:
+        for i, cut in enumerate(self.cuts):
+            segment = self.kept.get(i)
+            if segment is None:
+                segment = self._segment(*cut)
+                size = segment.bias_BQL.numel()
+                if size <= self.room:
+                    self.kept[i] = segment
+                    self.room -= size
+            yield segment
+
+    def _cuts(self) -> Iterator[tuple[slice, slice, np.ndarray, int]]:
+        """Of each segment its rows, its sequences, their ends, and the queries of each."""
+        for first, last in self._neighbours():
+            queries, row = int(self.counts_B[first]), int(self.starts_B[first])
+            members, at = slice(first, last), 0
+            while at < queries:
+                size = self._piece(members, at)
+                ends_B = self.seq_lens_B[members] - queries + at + size
+                yield slice(row + at, row + at + size * (last - first)), members, ends_B, size
+                at += size
 
     def _reach(self, ends_B: np.ndarray, queries: int) -> np.ndarray:
         """How many keys before each end the last `queries` tokens before it see."""
         window = self.layout.window
         return ends_B if window is None else np.minimum(ends_B, window + queries - 1)
 
-    def neighbours(self) -> Iterator[tuple[int, int]]:
+    def _neighbours(self) -> Iterator[tuple[int, int]]:
         """Ranges of sequences that are attended together: of few queries, and as many each."""
         counts = self.counts_B.tolist()
         keys = self._reach(self.seq_lens_B, FEW_QUERIES).tolist()
@@ -128,7 +144,7 @@ class _OnHost:
         if counts:
             yield first, len(counts)
 
-    def piece(self, members: slice, at: int) -> int:
+    def _piece(self, members: slice, at: int) -> int:
         """How many queries to attend at once from the `at`-th on."""
         counts_B, seq_lens_B = self.counts_B[members], self.seq_lens_B[members]
         size = min(QUERIES_AT_ONCE, int(counts_B[0]) - at)
@@ -137,7 +153,7 @@ class _OnHost:
             size = min(size, max(1, SCORES_AT_ONCE // max(keys, 1)))
         return size
 
-    def segment(self, rows: slice, members: slice, ends_B: np.ndarray, queries: int) -> Segment:
+    def _segment(self, rows: slice, members: slice, ends_B: np.ndarray, queries: int) -> Segment:
         """Queries are the last `queries` positions before `ends_B` of each member."""
         block_size, window = self.layout.block_size, self.layout.window
         ends_B1 = ends_B[:, None]
@@ -160,3 +176,11 @@ class _OnHost:
             torch.from_numpy(slots_BL).to(self.device),
             torch.from_numpy(bias_BQL).to(self.device),
         )
+
+
+def work_space(*, max_len: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that the reference holds at most beside what it is given and what it returns."""
+    keys = max(KEYS_AT_ONCE, max_len + QUERIES_AT_ONCE)
+    scores = max(SCORES_AT_ONCE, keys)
+    # As read and in FP32; the scores of all heads thrice; masks and places, of several layouts too.
+    return 16 * kv_heads * head_dim * keys + (12 * heads + 16) * scores + 96 * MASKS_KEPT

@@ -9,11 +9,14 @@ FP32 is rounded once, as the product with SSMax is.
 """
 
 from dataclasses import dataclass
+from functools import cache as remember
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
-from limelight.ops import op
+from limelight.ops import op, pdl
 from limelight.ops.paging import LayerCache
 
 
@@ -38,12 +41,18 @@ class Rotation:
     sin: torch.Tensor
 
 
+@remember
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """theta^(-2i / head_dim), FP32; always the CPU's powers, as others may round otherwise."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+    return (1.0 / (theta ** (exponent / head_dim))).to(device)
+
+
 def rotation_reference(
     positions_T: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
 ) -> Rotation:
     """The angles p * theta^(-2i / head_dim) of each position, FP32; their sines in `dtype`."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device)
-    inv_freq = 1.0 / (theta ** (exponent / head_dim))
+    inv_freq = _frequencies(head_dim, theta, positions_T.device)
     angles = (positions_T.float()[:, None] * inv_freq)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return Rotation(
@@ -110,6 +119,193 @@ def prepare_reference(
     return q_THC
 
 
-rotation = op(reference=rotation_reference, kernel=rotation_reference)
-ssmax = op(reference=ssmax_reference, kernel=ssmax_reference)
-prepare = op(reference=prepare_reference, kernel=prepare_reference)
+@triton.jit
+def _rotation_kernel(
+    positions, frequencies, cos, sin, T,
+    C: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, C)
+    frequency_C = tl.load(frequencies + c % (C // 2))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    position_T = tl.load(positions + t, mask=t < T, other=0)
+    angle_TC = position_T.to(tl.float32)[:, None] * frequency_C
+    at, real = t[:, None] * C + c, t[:, None] < T
+    tl.store(cos + at, tl.cos(angle_TC).to(cos.dtype.element_ty), mask=real)
+    sin_TC = tl.sin(angle_TC)
+    sin_TC = tl.where(c < C // 2, -sin_TC, sin_TC)
+    tl.store(sin + at, sin_TC.to(sin.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _ssmax_kernel(positions, scale, T, BLOCK_T: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    position_T = tl.load(positions + t, mask=t < T, other=0).to(tl.float32)
+    scale_T = tl.exp(0.1 * tl.log(1.0 + (position_T + 1.0) / 2048.0))
+    tl.store(scale + t, scale_T, mask=t < T)
+
+
+@triton.jit
+def row_of(at, ROWS: tl.constexpr, C: tl.constexpr, SWAP: tl.constexpr = False):
+    """C numbers, or their swapped halves, once for each row.
+
+    Each row loads them: a kernel would have to wait for one row's to hand them to the others.
+    """
+    c = tl.arange(0, C)
+    if SWAP:
+        c = (c + C // 2) % C
+    return tl.load(at + tl.broadcast_to(c[None, :], (ROWS, C))).to(tl.float32)
+
+
+@triton.jit
+def prepared(
+    x_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC, ssmax_R, eps,
+    C: tl.constexpr, TURN: tl.constexpr, ROUND: tl.constexpr, SSMAX: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """For kernels: norm and position of heads [R, C], whose halves are swapped in `swapped_RC`."""
+    x_RC, swapped_RC = x_RC.to(tl.float32), swapped_RC.to(tl.float32)
+    root_R1 = tl.rsqrt(tl.sum(x_RC * x_RC, axis=1) / C + eps)[:, None]
+    y_RC = (x_RC * root_R1 * weight_RC).to(dtype).to(tl.float32)
+    if TURN:
+        swapped_RC = (swapped_RC * root_R1 * swapped_weight_RC).to(dtype).to(tl.float32)
+        y_RC, turned_RC = y_RC * cos_RC, swapped_RC * sin_RC
+        if ROUND:
+            y_RC, turned_RC = y_RC.to(dtype).to(tl.float32), turned_RC.to(dtype).to(tl.float32)
+        y_RC = (y_RC + turned_RC).to(dtype).to(tl.float32)
+    if SSMAX:
+        y_RC *= ssmax_R[:, None]
+    return y_RC.to(dtype)
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv, weight, slots, cos, sin, ssmax, q, pairs, qkv_stride, half_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, TURN: tl.constexpr,
+    ROUND: tl.constexpr, SSMAX: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    c = tl.arange(0, C)
+    swapped = (c + C // 2) % C
+    j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    query, normed = (j < HEADS)[:, None], (j < HEADS + KV_HEADS)[:, None]
+    kind = tl.where(query, 0, C)
+    weight_JC = tl.load(weight + kind + c, mask=normed, other=0.0).to(tl.float32)
+    swapped_weight_JC = tl.load(weight + kind + swapped, mask=normed, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t)
+    row = qkv + t * qkv_stride + j[:, None] * C
+    held = (j < HEADS + 2 * KV_HEADS)[:, None]
+    x_JC = tl.load(row + c, mask=held, other=0.0)
+    swapped_JC = tl.load(row + swapped, mask=normed, other=0.0)
+    cos_JC, sin_JC, scale_J = 1.0, 0.0, tl.full((BLOCK_J,), 1.0, tl.float32)
+    if TURN:
+        cos_JC, sin_JC = row_of(cos + t * C, BLOCK_J, C), row_of(sin + t * C, BLOCK_J, C)
+    if SSMAX:
+        scale_J = tl.where(j < HEADS, tl.load(ssmax + t), scale_J)
+    y_JC = prepared(
+        x_JC, swapped_JC, weight_JC, swapped_weight_JC, cos_JC, sin_JC, scale_J, eps,
+        C, TURN, ROUND, SSMAX, q.dtype.element_ty,
+    )  # fmt: skip
+    tl.store(q + t * HEADS * C + j[:, None] * C + c, y_JC, mask=query)
+    y_JC = tl.where(normed, y_JC, x_JC).to(pairs.dtype.element_ty)
+    kept = (j >= HEADS)[:, None] & held & (slot >= 0)
+    at = (j - HEADS).to(tl.int64)[:, None] * half_stride + slot * C + c
+    tl.store(pairs + at, y_JC, mask=kept)
+
+
+# Heads and warps of a program, by the most tokens.
+PREPARE = {64: (4, 1), 2**31: (8, 2)}
+
+
+def _launch_rotation(
+    positions_T: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
+) -> Rotation:
+    assert positions_T.is_contiguous() and head_dim & (head_dim - 1) == 0
+    tokens = len(positions_T)
+    cos, sin = (
+        torch.empty(tokens, 1, head_dim, dtype=dtype, device=positions_T.device) for _ in range(2)
+    )
+    if tokens:
+        _rotation_kernel[(triton.cdiv(tokens, 4),)](
+            positions_T, _frequencies(head_dim, theta, positions_T.device), cos, sin, tokens,
+            C=head_dim, BLOCK_T=4, **pdl(positions_T),
+        )  # fmt: skip
+    return Rotation(cos=cos, sin=sin)
+
+
+def _launch_ssmax(positions_T: torch.Tensor) -> torch.Tensor:
+    assert positions_T.is_contiguous()
+    scale_T = torch.empty(len(positions_T), dtype=torch.float32, device=positions_T.device)
+    if len(positions_T):
+        grid = (triton.cdiv(len(positions_T), 128),)
+        _ssmax_kernel[grid](
+            positions_T, scale_T, len(positions_T), BLOCK_T=128, **pdl(positions_T)
+        )  # fmt: skip
+    return scale_T
+
+
+def _launch_prepare(
+    qkv_TN: torch.Tensor,
+    weight_2C: torch.Tensor,
+    cache: LayerCache,
+    slots_T: torch.Tensor,
+    *,
+    heads: Heads,
+    turn: Rotation | None = None,
+    ssmax_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    (tokens, size), pairs_2KSC = qkv_TN.shape, cache.pairs_2KSC
+    head_dim, held = weight_2C.shape[1], heads.queries + 2 * heads.keys
+    assert head_dim & (head_dim - 1) == 0 and size >= held * head_dim
+    assert qkv_TN.stride(1) == 1 and len(slots_T) == tokens
+    check_preparation(weight_2C, cache, turn, ssmax_T, heads=heads, tokens=tokens)
+    q_THC = torch.empty(tokens, heads.queries, head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
+    if tokens == 0:
+        return q_THC
+    block, warps = next(tile for most, tile in PREPARE.items() if tokens <= most)
+    _prepare_kernel[(tokens, triton.cdiv(held, block))](
+        qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC,
+        qkv_TN.stride(0), pairs_2KSC.stride(1), heads.eps,
+        HEADS=heads.queries, KV_HEADS=heads.keys, C=head_dim,
+        TURN=turn is not None, ROUND=turn is not None and turn.cos.dtype == qkv_TN.dtype,
+        SSMAX=ssmax_T is not None, BLOCK_J=block, num_warps=warps, **pdl(qkv_TN),
+    )  # fmt: skip
+    return q_THC
+
+
+def angles(turn: Rotation | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A rotation, or none, as the arguments of a kernel."""
+    return (None, None) if turn is None else (turn.cos, turn.sin)
+
+
+def check_preparation(
+    weight_2C: torch.Tensor,
+    cache: LayerCache,
+    turn: Rotation | None,
+    ssmax_T: torch.Tensor | None,
+    *,
+    heads: Heads,
+    tokens: int,
+) -> None:
+    """What a kernel that prepares heads takes for granted."""
+    assert weight_2C.is_contiguous() and cache.pairs_2KSC.is_contiguous()
+    assert cache.pairs_2KSC.shape[:2] == (2, heads.keys)
+    assert cache.pairs_2KSC.shape[3] == weight_2C.shape[1]
+    for table in angles(turn):
+        assert table is None or table.is_contiguous() and len(table) == tokens
+    assert ssmax_T is None or ssmax_T.dtype == torch.float32 and len(ssmax_T) == tokens
+
+
+rotation = op(reference=rotation_reference, kernel=_launch_rotation)
+ssmax = op(reference=ssmax_reference, kernel=_launch_ssmax)
+prepare = op(reference=prepare_reference, kernel=_launch_prepare)

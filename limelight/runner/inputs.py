@@ -4,8 +4,10 @@ Every size of step has its tensors at fixed addresses, so that a CUDA graph capt
 be replayed with other contents.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,10 +15,12 @@ import torch
 ALIGNMENT = 16
 # One set of host memory is filled while the copy of the one before may still run.
 STAGES = 2
+ON_DEVICE = -1
+MOST_CARVED = 1024
 Size = tuple[int, int, int]  # tokens, sequences, rows that sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepTensors:
     """T tokens of B sequences, of which R rows sample; on the host or on the device.
 
@@ -34,7 +38,8 @@ class StepTensors:
     temperature_R: torch.Tensor
     uniform_R: torch.Tensor
 
-    def numpy(self) -> dict[str, np.ndarray]:
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
         """The same memory, where it is the host's."""
         return {item.name: getattr(self, item.name).numpy() for item in fields(self)}
 
@@ -56,7 +61,7 @@ def _carve(buffer: torch.Tensor, groups: int, size: Size) -> tuple[StepTensors, 
     ]
     at, views = 0, []
     for dtype, shape in shapes:
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         views.append(buffer[at : at + nbytes].view(dtype).view(shape))
         at += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return StepTensors(*views), at
@@ -76,24 +81,35 @@ class StepInputs:
         ]
         self.copied: list[torch.cuda.Event | None] = [None] * len(self.stages)
         self.turn = 0
+        # Steps of the sizes that come again and again find their tensors here.
+        self.carved: dict[tuple[int, Size], tuple[StepTensors, int]] = {}
 
     def stage(self, size: Size) -> StepTensors:
         """Host memory to fill for a step of this size, before `send`."""
         if self.on_host:
-            return _carve(self.memory, self.groups, size)[0]
+            return self._tensors(ON_DEVICE, size)[0]
         self.turn = (self.turn + 1) % STAGES
         if (event := self.copied[self.turn]) is not None:
             event.synchronize()
-        return _carve(self.stages[self.turn], self.groups, size)[0]
+        return self._tensors(self.turn, size)[0]
 
     def send(self, size: Size) -> StepTensors:
         """What was staged, on the device."""
-        tensors, nbytes = _carve(self.memory, self.groups, size)
+        tensors, nbytes = self._tensors(ON_DEVICE, size)
         if not self.on_host:
             self.memory[:nbytes].copy_(self.stages[self.turn][:nbytes], non_blocking=True)
             self.copied[self.turn] = event = torch.cuda.Event()
             event.record()
         return tensors
+
+    def _tensors(self, place: int, size: Size) -> tuple[StepTensors, int]:
+        """Those of a stage or of the device, and their bytes."""
+        if (place, size) not in self.carved:
+            memory = self.memory if place == ON_DEVICE else self.stages[place]
+            if len(self.carved) >= MOST_CARVED:
+                self.carved.clear()
+            self.carved[place, size] = _carve(memory, self.groups, size)
+        return self.carved[place, size]
 
 
 class BlockTables:

@@ -1,5 +1,7 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +16,34 @@ from limelight.progress import Progress
 from limelight.runner.graphs import DecodeGraphs, graph_sizes
 from limelight.runner.inputs import BlockTables, StepInputs, StepTensors
 from limelight.runner.sampler import Choice, Sampler, token_logprobs, uniform
-from limelight.types import Admission, Grant, Request, Sampled, StepPlan, StepResult, TokenLogprobs
+from limelight.types import (
+    Admission,
+    DeviceLost,
+    Grant,
+    Request,
+    Sampled,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
 NOT_NUMBERS = "the model's logits are not numbers"
+
+
+@contextmanager
+def device_faults(device: torch.device) -> Iterator[None]:
+    """Tell an error of one step from a device that does nothing any more: `DeviceLost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type == "cuda":
+            try:
+                torch.zeros((), device=device).item()
+            except RuntimeError:
+                raise DeviceLost(str(error)) from error
+        raise
 
 
 @dataclass(slots=True)
@@ -39,12 +64,14 @@ class Launched:
     slots: list[int]  # of the rows that sampled, in their order
     tokens_R: torch.Tensor
     best_R: torch.Tensor
+    device: torch.device
     done: torch.cuda.Event | None
 
     def result(self) -> StepResult:
         """One `Sampled` for each grant, in the plan's order."""
         if self.done is not None:
-            self.done.synchronize()
+            with device_faults(self.device):
+                self.done.synchronize()
         choices = dict(self.choices)
         if not choices:
             rows = zip(self.slots, self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
@@ -108,9 +135,12 @@ class ModelRunner:
         """Run one step and wait for it."""
         return self.launch(plan).result()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
+        with device_faults(self.device), torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
         for admission in plan.admissions:
             self._admit(admission)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
@@ -187,7 +217,7 @@ class ModelRunner:
 
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
-        to = tensors.numpy()
+        to = tensors.arrays
         slots = np.array([grant.slot for grant in grants], dtype=np.int64)
         starts = np.array([grant.start for grant in grants], dtype=np.int64)
         counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
@@ -282,7 +312,9 @@ class ModelRunner:
             )
             done = torch.cuda.Event()
             done.record()
-        return Launched(plan.grants, choices, prompt_logprobs, slots, tokens_R, best_R, done)
+        return Launched(
+            plan.grants, choices, prompt_logprobs, slots, tokens_R, best_R, self.device, done
+        )
 
     def _prompt_logprobs(
         self, grants: list[Grant], hidden_TD: torch.Tensor

@@ -106,11 +106,6 @@ class Answer:
             piece.prompt_logprobs = prompt_logprobs(
                 delta.prompt_logprobs, self.names, question.shared.prompt_logprobs
             )
-        if question.prompt_only:
-            # The engine generates at least one token; nobody asked for it.
-            piece.finish_reason = delta.finish_reason and "length"
-            piece.stop_reason = None
-            return piece
         piece.text += delta.text
         piece.token_ids = delta.token_ids
         self.num_generated[index] += len(delta.token_ids)

@@ -1,16 +1,15 @@
-"""The conversation in a chat body: checked, and brought into the one form that templates expect."""
+"""The conversation in a chat body: checked, and ready for a chat template."""
 
-import json
 from dataclasses import dataclass
 
 import msgspec
 
 from limelight.server.bodies import decode
+from limelight.text.messages import plain_messages
 from limelight.text.template import RESERVED
 from limelight.types import RequestError
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class ConversationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +53,7 @@ def read_conversation(body: bytes, default_kwargs: dict[str, object]) -> Convers
         )
     _check_tools(fields)
     return Conversation(
-        messages=[_message(index, given) for index, given in enumerate(fields.messages)],
+        messages=plain_messages(fields.messages),
         tools=fields.tools or None,
         documents=fields.documents,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
@@ -100,65 +99,3 @@ def _template_kwargs(
             )
         kwargs |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return kwargs | given
-
-
-def _message(index: int, given: dict[str, object]) -> dict[str, object]:
-    """One message with its content as one text."""
-    where = f"messages[{index}]"
-    if not isinstance(given.get("role"), str) or not given["role"]:
-        raise RequestError(f"{where} needs a role", param="messages")
-    message = {**given, "content": _text(where, given.get("content"))}
-    if message.get("tool_calls") is not None:
-        message["tool_calls"] = _tool_calls(where, message["tool_calls"])
-    return message
-
-
-def _text(where: str, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a text or a list of parts", param="messages")
-    return "\n".join(_part(f"{where}.content[{at}]", part) for at, part in enumerate(content))
-
-
-def _part(where: str, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise RequestError(
-            f"{where}: only parts of type text can be read; got {str(kind)[:50]!r}",
-            param="messages",
-        )
-    text = part.get(TEXT_PARTS[kind])
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a text", param="messages")
-    return text
-
-
-def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
-    """The calls of an earlier answer; templates expect their arguments as objects, not as JSON."""
-    if not isinstance(calls, list):
-        raise RequestError(f"{where}.tool_calls must be a list", param="messages")
-    read = []
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"{where}.tool_calls[{index}] needs a function with a name", param="messages"
-            )
-        arguments = _arguments(f"{where}.tool_calls[{index}]", function.get("arguments"))
-        read.append({**call, "function": {**function, "arguments": arguments}})
-    return read
-
-
-def _arguments(where: str, arguments: object) -> dict[str, object]:
-    try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"{where}: arguments must be a JSON object", param="messages")
-    return value

@@ -41,8 +41,8 @@ class Question:
     """An HTTP request for text, checked: what to generate, and how to tell it.
 
     `source` is a conversation or prompts as texts and token ids. `params` is what to compute,
-    `logprobs` and `shared` what to tell; with `prompt_only` nothing generated is told.
-    `field_names` are the body's names of what is called otherwise elsewhere.
+    `logprobs` and `shared` what to tell; `field_names` are the body's names of what is called
+    otherwise elsewhere.
     """
 
     kind: Literal["chat", "completion"]
@@ -54,7 +54,6 @@ class Question:
     logprobs: int | None
     include_usage: bool
     echo: bool = False
-    prompt_only: bool = False
     field_names: dict[str | None, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -135,11 +134,10 @@ class Reader:
             model=self.names[0],
             shared=shared,
             source=_prompts(own.prompt),
-            params=self._params(shared, max_tokens or 1, own.logprobs, prompt_logprobs),
+            params=self._params(shared, max_tokens, own.logprobs, prompt_logprobs),
             logprobs=own.logprobs,
             include_usage=self._include_usage(shared),
             echo=bool(own.echo),
-            prompt_only=max_tokens == 0,
         )
 
     def _shared(self, body: bytes) -> SharedFields:

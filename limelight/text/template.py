@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from limelight.checkpoint import read_json
+from limelight.text.messages import Message
 from limelight.text.tokenizer import special_tokens
 from limelight.types import RequestError
 
@@ -29,8 +30,6 @@ RESERVED = frozenset(
 )  # fmt: skip
 # Templates read the reasoning of an earlier answer under one of these names.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-
-Message = dict[str, object]
 
 
 class ChatTemplate:

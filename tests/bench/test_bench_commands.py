@@ -2,6 +2,7 @@ import json
 
 import pytest
 import tiny
+from transformers import GenerationMixin
 
 from limelight import cli
 
@@ -38,6 +39,26 @@ def test_the_engine_and_transformers_decode_the_same_tokens(folder, tmp_path, ca
     assert all(row["step_ms"]["n"] == 5 for row in rows)
     assert {row["weights"] for row in rows} == {"fp32"}
     assert "transformers" in capsys.readouterr().out
+
+
+def test_the_peer_is_generate_itself_and_no_token_ends_an_answer(tmp_path, monkeypatch):
+    tiny.write_checkpoint(tmp_path, "beam")
+    ends = {"eos_token_id": list(range(tiny.VOCAB)), "pad_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    generate, calls = GenerationMixin.generate, []
+
+    def counted(model, *args, **options):
+        calls.append(options["do_sample"])
+        return generate(model, *args, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", counted)
+    rows = bench(
+        tmp_path, "decode", str(tmp_path), "--batch", "3", "--context", "90",
+        "--num-tokens", "4", "--rounds", "2", "--compare", "transformers",
+    )  # fmt: skip
+    assert calls == [False, False]
+    assert [row["step_ms"]["n"] for row in rows] == [8, 8]
+    assert [row["same_tokens"] for row in rows] == [1, 1]
 
 
 def test_prefills_have_a_row_for_each_batch_and_context(folder, tmp_path):

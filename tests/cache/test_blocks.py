@@ -44,10 +44,14 @@ class NaivePool:
         if twins and self.refs[twins[0]] > 0:
             return
         for twin in twins:
-            del self.keys[twin]
-            self.order.remove(twin)
-            self.order.insert(0, twin)
+            self.forget(twin)
         self.keys[block] = key
+
+    def forget(self, block: int):
+        del self.keys[block]
+        if self.refs[block] == 0:
+            self.order.remove(block)
+            self.order.insert(0, block)
 
     def release(self, block: int, cold: bool):
         self.refs[block] -= 1
@@ -63,7 +67,7 @@ def test_random_operations_agree_with_a_naive_pool(seed):
     pool, naive = BlockPool(num_blocks, block_size=4), NaivePool(num_blocks)
     held: list[int] = []
     for _ in range(400):
-        action = rng.randrange(4)
+        action = rng.randrange(9) // 2
         if action == 0 and (most := min(3, pool.num_free)):
             count = rng.randint(1, most)
             blocks = pool.allocate(count)
@@ -77,6 +81,11 @@ def test_random_operations_agree_with_a_naive_pool(seed):
             block, key = rng.choice(fresh), (rng.randrange(2), bytes([rng.randrange(9)]))
             pool.publish(block, key)
             naive.publish(block, key)
+        elif action == 4 and naive.keys:
+            block, key = rng.choice(list(naive.keys.items()))
+            pool.forget(key)
+            naive.forget(block)
+            assert pool.find(key) is None
         elif naive.keys:
             block, key = rng.choice(list(naive.keys.items()))
             assert pool.find(key) == block

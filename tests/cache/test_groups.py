@@ -226,6 +226,28 @@ def test_prompt_logprobs_read_no_prefix_but_leave_one():
     assert compute(groups, sequence(range(40))) == 36
 
 
+def test_what_a_retracted_sequence_computed_is_not_found_again_and_what_it_took_is():
+    groups = make([FULL, SLIDING])
+    head = sequence(range(40), id="head")
+    compute(groups, head)
+    groups.release(head)
+    failed = sequence(range(103), id="failed")
+    failed.num_cached = compute(groups, failed)
+    # A position whose token was not known yet when it was computed: it is not published yet.
+    groups.grow(failed, 104)
+    groups.advance(failed, 104)
+    failed.output_token_ids.append(103)
+    reader = sequence(range(90), id="reader")
+    assert (failed.num_cached, compute(groups, reader)) == (40, 88)
+    groups.retract(failed)
+    groups.release(failed)
+    groups.check([reader])
+    groups.release(reader)
+    groups.check([])
+    assert compute(groups, sequence(range(103))) == 40
+    assert groups.match(sequence(range(105))).num_tokens == 100
+
+
 def test_the_tail_of_a_finished_sequence_is_reused_before_its_head():
     groups = make([FULL], num_blocks=10)
     one = sequence(range(41), id="a")

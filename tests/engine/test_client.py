@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,43 @@ def test_a_killed_engine_fails_everyone_at_once(folder):
     with_client(folder, scenario)
 
 
+LOST = """
+import gc, sys
+from limelight.engine import process
+from limelight.runner.runner import ModelRunner
+from limelight.types import DeviceLost
+
+launch = ModelRunner.launch
+
+def launch_or_lose(self, plan):
+    if any(admission.request.seed == 13 for admission in plan.admissions):
+        raise DeviceLost(f"an illegal access, {gc.get_freeze_count()} objects frozen")
+    return launch(self, plan)
+
+ModelRunner.launch = launch_or_lose
+sys.exit(process.main(sys.argv[1:]))
+"""
+
+
+def test_a_lost_device_ends_the_engine_and_all_who_wait_hear_why(folder, monkeypatch):
+    monkeypatch.setattr("limelight.engine.client.PROGRAM", (sys.executable, "-c", LOST))
+
+    async def scenario(client, pid):
+        jobs = [
+            asyncio.create_task(collect(client, request([i + 1], max_tokens=500))) for i in range(4)
+        ]
+        await until(lambda: client.stats.running == 4)
+        jobs.append(asyncio.create_task(collect(client, request([9], seed=13))))
+        results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+        for result in results:
+            assert isinstance(result, EngineDead)
+            assert re.search(r"an illegal access, \d{4,} objects frozen", str(result))
+        assert client.status.phase == "dead" and not client.status.healthy
+        assert await gone(pid, within=5)
+
+    with_client(folder, scenario)
+
+
 def test_a_silent_engine_is_not_healthy_until_it_speaks_again(folder, monkeypatch):
     monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.0)
 
@@ -129,13 +167,68 @@ def test_a_silent_engine_is_not_healthy_until_it_speaks_again(folder, monkeypatc
     with_client(folder, scenario)
 
 
-def test_a_fault_at_the_start_is_told_in_the_engines_own_words(tmp_path):
-    async def main():
-        client = EngineClient(EngineConfig(model=str(tmp_path), device="cpu"))
-        await client.start()
-        with pytest.raises(EngineDead, match=r"config.json: no such file"):
+async def fault_of(config):
+    """Why the engine of this config does not start."""
+    client = EngineClient(config)
+    await client.start()
+    try:
+        with pytest.raises(EngineDead) as dead:
             await asyncio.wait_for(client.wait_ready(), 60)
+    finally:
         await client.close()
+    return str(dead.value)
+
+
+def test_a_fault_at_the_start_is_told_in_the_engines_own_words(tmp_path):
+    config = EngineConfig(model=str(tmp_path), device="cpu")
+    assert "config.json: no such file" in asyncio.run(fault_of(config))
+
+
+LAST_WORDS = """
+import os, sys, time
+import msgspec, zmq
+from limelight.engine.process import Report
+
+if os.fork():
+    os._exit(1)
+time.sleep(0.5)
+socket = zmq.Context().socket(zmq.PUSH)
+socket.connect(f"ipc://{sys.argv[1]}/reports")
+socket.send(msgspec.msgpack.encode(Report(phase="dead", fault="no such weights")))
+socket.context.destroy(linger=1000)
+"""
+
+
+def test_last_words_that_come_after_the_end_are_heard_before_the_exit_code(monkeypatch):
+    monkeypatch.setattr("limelight.engine.client.PROGRAM", (sys.executable, "-c", LAST_WORDS))
+    monkeypatch.setattr("limelight.engine.client.MILLISECONDS_OF_LAST_WORDS", 5000)
+    assert asyncio.run(fault_of(EngineConfig(device="cpu"))) == "no such weights"
+
+
+def test_an_id_in_use_is_refused_and_its_first_request_goes_on(folder):
+    async def scenario(client, pid):
+        one = request([1, 2], max_tokens=100)
+        job = asyncio.create_task(collect(client, one))
+        await until(lambda: client.stats.running == 1)
+        with pytest.raises(ValueError, match="already being served"):
+            await collect(client, one)
+        tokens, reason = await asyncio.wait_for(job, 10)
+        assert reason == "length" and len(tokens) == 100
+        assert len((await collect(client, one))[0]) == 100
+
+    with_client(folder, scenario)
+
+
+def test_the_arguments_of_the_process_do_not_tell_the_config(folder):
+    async def main():
+        client = EngineClient(EngineConfig(model=str(folder), prefix_hash_seed="secret"))
+        await client.start()
+        arguments = Path(f"/proc/{client._process.pid}/cmdline")
+        await until(lambda: arguments.read_text())
+        shown = arguments.read_text()
+        await client.close()
+        assert "limelight.engine.process" in shown
+        assert "secret" not in shown and str(folder) not in shown
 
     asyncio.run(main())
 

@@ -8,7 +8,7 @@ from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.engine.engine import Engine
 from limelight.engine.scheduler import Scheduler
-from limelight.types import Request, Sampled, SamplingParams, StepResult, TokenLogprobs
+from limelight.types import DeviceLost, Request, Sampled, SamplingParams, StepResult, TokenLogprobs
 
 EOS = 9
 
@@ -130,6 +130,23 @@ def test_a_step_that_fails_ends_its_sequences_and_the_engine_goes_on():
     engine = engine_of({"a": [4, RuntimeError("no memory")], "b": [4] * 5})
     assert serve(engine, ask("a"))["a"][-1].error == "no memory"
     assert tokens(serve(engine, ask("b"))["b"]) == [4] * 5
+
+
+def test_a_failed_sequence_leaves_nothing_behind_that_others_could_take_for_good():
+    engine = engine_of({"head": [4] * 5, "wrong": [4, "broken"], "same": [4] * 5})
+    serve(engine, ask("head", prompt=range(20)))
+    failed = serve(engine, ask("wrong", prompt=range(41)))["wrong"]
+    assert failed[-1].error == "broken" and failed[0].num_cached == 20
+    assert serve(engine, ask("same", prompt=range(41)))["same"][0].num_cached == 20
+
+
+def test_a_lost_device_ends_the_engine_instead_of_every_step():
+    engine = engine_of({"a": [4, DeviceLost("an illegal memory access")], "b": [4] * 5})
+    engine.add(ask("a"))
+    engine.add(ask("b"))
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        while engine.has_work:
+            engine.step()
 
 
 def test_an_abort_ends_a_request_wherever_it_stands():

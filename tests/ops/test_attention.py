@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from limelight.ops.attention import packed_attention, paged_attention
-from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
+from limelight.ops.attention import attend_cached, attend_packed
+from limelight.ops.paging import (
+    FEW_QUERIES,
+    KEYS_AT_ONCE,
+    MASKS_KEPT,
+    SCORES_AT_ONCE,
+    LayerCache,
+    PagedLayout,
+)
 
 
 def by_the_equation(q, k, v, *, window, sinks, scale):
@@ -37,7 +44,7 @@ def test_packed_sequences_attend_to_themselves_alone(window, sinks):
     lengths = [1, 13, 30]
     parts = [sequence(n) for n in lengths]
     q, k, v = (torch.cat(column).float() for column in zip(*parts, strict=True))
-    out = packed_attention(q, k, v, lengths, window=window, sinks_H=sinks, scale=0.3)
+    out = attend_packed(q, k, v, lengths, window=window, sinks_H=sinks, scale=0.3)
     expected = torch.cat(
         [by_the_equation(*part, window=window, sinks=sinks, scale=0.3) for part in parts]
     )
@@ -94,7 +101,7 @@ class Pages:
             block_size=self.size, window=self.window,
         )  # fmt: skip
         self.cache.write(layout.slots_T, k, v)
-        return paged_attention(q, self.cache, layout, **options).split(list(map(len, spans)))
+        return attend_cached(q, self.cache, layout, **options).split(list(map(len, spans)))
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 17, 300])
@@ -121,7 +128,7 @@ def test_a_window_hides_the_token_just_outside_it():
         changed = k.clone()
         changed[length - 1 - distance] += 3.0
         outs = [
-            packed_attention(
+            attend_packed(
                 q.float(), keys.float(), v.float(), [length], window=window, sinks_H=None, scale=0.3
             )[-1]
             for keys in (k, changed)
@@ -131,15 +138,74 @@ def test_a_window_hides_the_token_just_outside_it():
 
 def test_a_large_sink_takes_all_and_a_low_one_nothing():
     q, k, v = (part.float() for part in sequence(20))
-    plain = packed_attention(q, k, v, [20], window=None, sinks_H=None, scale=0.3)
+    plain = attend_packed(q, k, v, [20], window=None, sinks_H=None, scale=0.3)
     for value, expected in ((-1e30, plain), (80.0, torch.zeros_like(plain))):
         sinks = torch.full((6,), value)
-        out = packed_attention(q, k, v, [20], window=None, sinks_H=sinks, scale=0.3)
+        out = attend_packed(q, k, v, [20], window=None, sinks_H=sinks, scale=0.3)
         assert (out - expected).abs().max() < 1e-6
 
 
 def test_attention_is_differentiable_to_its_sinks():
     parts = [part.float().requires_grad_() for part in sequence(11)]
     sinks = torch.randn(6, requires_grad=True)
-    packed_attention(*parts, [4, 7], window=3, sinks_H=sinks, scale=0.3).square().sum().backward()
+    attend_packed(*parts, [4, 7], window=3, sinks_H=sinks, scale=0.3).square().sum().backward()
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in (*parts, sinks))
+
+
+def test_padding_gives_zero_and_writes_nothing():
+    pages = Pages([sequence(9)], block_size=4, window=None)
+    table = np.concatenate((pages.table, pages.table))
+    slots = pages.table[0, 8 // 4].astype(np.int64) * 4 + np.array([8 % 4])
+    layout = layout_of(
+        table, [9, 0], [1, 1], np.append(slots, -1), block_size=4, window=None
+    )  # fmt: skip
+    pages.attend([0], [8], sinks_H=None, scale=0.3)
+    before = pages.cache.pairs_2KSC.clone()
+    q, k, v = (torch.randn(2, n, 8) for n in (6, 2, 2))
+    pages.cache.write(layout.slots_T, k, v)
+    changed = (pages.cache.pairs_2KSC != before) & ~pages.cache.pairs_2KSC.isnan()
+    assert changed.any(dim=(0, 1, 3)).nonzero().tolist() == [slots.tolist()]
+    for sinks in (None, torch.randn(6)):
+        out = attend_cached(q, pages.cache, layout, sinks_H=sinks, scale=0.3)
+        assert out[0].isfinite().all() and (out[1] == 0).all()
+
+
+def segments_of(seq_lens, query_lens, *, window=None):
+    blocks = -(-max(seq_lens) // 16)
+    table = np.ones((len(seq_lens), blocks), dtype=np.int32)
+    slots = np.zeros(sum(query_lens), dtype=np.int64)
+    layout = layout_of(table, seq_lens, query_lens, slots, block_size=16, window=window)
+    return list(layout.on_host)
+
+
+def test_one_long_sequence_does_not_pad_its_short_neighbours():
+    lengths = [30] * 15 + [16_000] + [20] * 16
+    padded = sum(part.slots_BL.numel() for part in segments_of(lengths, [1] * 32))
+    assert padded < 2 * sum(lengths)
+    assert len(segments_of([700, 30, 650, 500], [1] * 4)) == 1
+    assert len(segments_of([16_000, 30, 15_000], [1] * 3, window=64)) == 1
+
+
+def test_the_reference_reads_a_bounded_number_of_keys_at_once():
+    for part in segments_of([40_000] * 5, [1] * 5):
+        assert part.slots_BL.numel() <= KEYS_AT_ONCE
+    parts = segments_of([9000, 9000], [1, 8999])
+    assert sum(part.bias_BQL.shape[1] for part in parts) == 9000
+    assert all(part.bias_BQL.numel() <= SCORES_AT_ONCE + 256 for part in parts)
+
+
+def test_masks_are_kept_from_layer_to_layer_within_a_bound():
+    table = np.ones((2, 600), dtype=np.int32)
+    slots = np.zeros(9000, dtype=np.int64)
+    layout = layout_of(table, [9000, 9000], [1, 8999], slots, block_size=16, window=None)
+    parts, again = list(layout.on_host), list(layout.on_host)
+    same = [a is b for a, b in zip(parts, again, strict=True)]
+    assert same[0] and not all(same)
+    assert (
+        sum(p.bias_BQL.numel() for p, kept in zip(parts, same, strict=True) if kept) <= MASKS_KEPT
+    )
+
+
+def test_drafts_of_neighbours_are_attended_together():
+    parts = segments_of([50, 60, 70, 70], [4, 4, 4, 1])
+    assert [tuple(part.bias_BQL.shape[:2]) for part in parts] == [(3, 4), (1, 1)]

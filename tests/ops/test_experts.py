@@ -1,12 +1,11 @@
-"""Routing and the routed experts against a loop over tokens in float64."""
+"""The references of routing and of the experts against a loop over tokens in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from limelight.ops.activation import swiglu
-from limelight.ops.experts import routed_experts
-from limelight.ops.router import grouped_top_experts, sigmoid_scores, top_experts
+from limelight.ops.experts import moe
+from limelight.ops.router import route, sigmoid_scores, top_experts
 
 
 def token_by_token(x, gate_up, down, weights, ids):
@@ -24,18 +23,28 @@ def test_experts_give_the_weighted_sum_of_those_chosen(tokens, experts, count):
     x = torch.randn(tokens, 12)
     gate_up, down = torch.randn(experts, 14, 12), torch.randn(experts, 12, 7)
     weights, ids = top_experts(torch.rand(tokens, experts), count=count)
-    out = routed_experts(x, gate_up, down, weights, ids, act=swiglu)
+    out = moe(x, gate_up, down, weights, ids, None, None, fp32=False)
     assert out.shape == x.shape and not out.isnan().any()
     if tokens:
         expected = token_by_token(x, gate_up, down, weights, ids)
         assert (out - expected).abs().max() / expected.abs().max() < 1e-5
 
 
+def test_the_shared_expert_is_added_to_the_scaled_sum():
+    x, ids, weights = torch.randn(9, 12), torch.arange(9)[:, None] % 4, torch.ones(9, 1)
+    gate_up, down = torch.randn(4, 14, 12), torch.randn(4, 12, 7)
+    shared = torch.randn(1, 22, 12), torch.randn(1, 12, 11)
+    out = moe(x, gate_up, down, weights, ids, shared[0][0], shared[1][0], fp32=True, scale=2.5)
+    expected = 2.5 * token_by_token(x, gate_up, down, weights, ids)
+    expected += token_by_token(x, *shared, weights, torch.zeros_like(ids))
+    assert (out - expected).abs().max() / expected.abs().max() < 1e-5
+
+
 def test_all_tokens_may_go_to_one_expert():
     x, ids = torch.randn(300, 12), torch.full((300, 1), 5)
     gate_up, down = torch.randn(8, 14, 12), torch.randn(8, 12, 7)
     weights = torch.ones(300, 1)
-    out = routed_experts(x, gate_up, down, weights, ids, act=swiglu)
+    out = moe(x, gate_up, down, weights, ids, None, None, fp32=False)
     expected = token_by_token(x, gate_up, down, weights, ids)
     assert (out - expected).abs().max() / expected.abs().max() < 1e-5
 
@@ -44,7 +53,8 @@ def test_experts_are_differentiable():
     x = torch.randn(9, 12, requires_grad=True)
     gate_up = torch.randn(4, 14, 12, requires_grad=True)
     weights, ids = top_experts(torch.rand(9, 4), count=2)
-    routed_experts(x, gate_up, torch.randn(4, 12, 7), weights, ids, act=swiglu).sum().backward()
+    out = moe(x, gate_up, torch.randn(4, 12, 7), weights, ids, None, None, fp32=False)
+    out.sum().backward()
     assert x.grad.abs().sum() > 0 and gate_up.grad.abs().sum() > 0
 
 
@@ -63,17 +73,22 @@ def test_weights_are_the_scores_shared_out():
     assert torch.allclose(weights, torch.tensor([[0.9, 0.4]]) / 1.3)
 
 
+def routed(scores, bias, **options):
+    """Of one token with these scores."""
+    return route(torch.ones(1, 1), torch.logit(scores)[:, None], bias, **options)
+
+
 def test_experts_outside_the_best_groups_are_never_chosen():
     # Expert 4 is the best of all, but its group of two has the lowest sum.
-    scores = torch.tensor([[0.5, 0.6, 0.5, 0.5, 0.95, 0.0]])
-    weights, ids = grouped_top_experts(scores, torch.zeros(6), count=2, groups=3, kept_groups=2)
+    scores = torch.tensor([0.5, 0.6, 0.5, 0.5, 0.95, 0.01])
+    weights, ids = routed(scores, torch.zeros(6), count=2, groups=3, kept_groups=2)
     assert ids.tolist()[0][0] == 1 and 4 not in ids[0]
     assert weights.sum().item() == pytest.approx(1.0)
 
 
 def test_the_selection_bias_decides_who_comes_but_not_with_what_weight():
-    scores = torch.tensor([[0.5, 0.6, 0.3, 0.4]])
+    scores = torch.tensor([0.5, 0.6, 0.3, 0.4])
     bias = torch.tensor([0.0, 0.0, 0.9, 0.0])
-    weights, ids = grouped_top_experts(scores, bias, count=2, groups=1, kept_groups=1)
+    weights, ids = routed(scores, bias, count=2, groups=1, kept_groups=1)
     assert ids.tolist() == [[2, 1]]
     assert torch.allclose(weights, torch.tensor([[0.3, 0.6]]) / 0.9)

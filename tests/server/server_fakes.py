@@ -115,8 +115,9 @@ class FakeEngine:
                 if self.die_after is not None and step > self.die_after:
                     self.die()
                 await self._step()
-                reason = "length" if step in (request.max_tokens, len(script)) else None
-                reason = "stop" if token_id == END and not request.params.ignore_eos else reason
+                reason = "length" if step >= request.max_tokens or step == len(script) else None
+                ends = token_id == END and not request.params.ignore_eos
+                reason = "stop" if ends and request.max_tokens else reason
                 self.speaking.add(request.id)
                 finished = reason is not None or self.error is not None
                 yield self._output(request, step, token_id, reason)
@@ -140,7 +141,7 @@ class FakeEngine:
         prompt = [guess(i, params.prompt_logprobs or 0) for i in request.prompt_token_ids[1:]]
         return Output(
             request_id=request.id,
-            token_ids=[token_id],
+            token_ids=[token_id][: request.max_tokens],
             logprobs=None if params.logprobs is None else [guess(token_id, params.logprobs)],
             prompt_logprobs=[None, *prompt] if wants else None,
             finish_reason="error" if self.error else reason,

@@ -77,7 +77,7 @@ def test_the_prompt_alone_can_be_scored(make_api):
         "text_offset": [0, 1, 2, 2],
     }
     assert answer["usage"]["completion_tokens"] == 0
-    assert engine.requests[0].max_tokens == 1
+    assert engine.requests[0].max_tokens == 0
 
 
 def test_echoed_logprobs_go_on_into_the_answer(api):

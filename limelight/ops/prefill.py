@@ -1,0 +1,127 @@
+"""The kernel of attention for sequences with many queries: tiles of queries, FlashAttention's way.
+
+The running maximum starts at the sink and the running sum at 1, the sink's own term. Weights are
+rounded to the type of the values before they are divided by the sum of the unrounded ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from limelight.ops import pdl
+from limelight.ops.activation import gated
+from limelight.ops.decode import HIDDEN, LOG2E, End, absorb, check_paging, fetch, locate
+from limelight.ops.paging import LayerCache, PagedLayout
+
+
+@triton.jit(do_not_specialize=["few", "table_stride"])
+def _prefill_kernel(
+    q, pairs, tables, rows, seq_lens, starts, sinks, gate, bias, out,
+    few, q_stride, table_stride, half_stride, gate_stride, scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """QUERIES queries of one sequence and KV head; grid (tile from the last on, K, B)."""
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    kv, b = tl.program_id(1).to(tl.int64), few + tl.program_id(2)
+    start, length = tl.load(starts + b), tl.load(seq_lens + b)
+    queries = tl.load(starts + b + 1) - start
+    # The last queries see the most keys, so they are begun first.
+    i0 = (tl.cdiv(queries, QUERIES) - 1 - tl.program_id(0)) * QUERIES
+    if i0 >= 0:
+        table = tables + tl.load(rows + b).to(tl.int64) * table_stride
+        # A row is one of the KV head's query heads in one of the queries.
+        r = tl.arange(0, ROWS)
+        i, head = i0 + r // GROUP, kv * GROUP + r % GROUP
+        real_R1 = ((i < queries) & (r < QUERIES * GROUP))[:, None]
+        position_R, t_R1 = length - queries + i, (start + i).to(tl.int64)[:, None]
+        c = tl.arange(0, C)
+        q_RC = tl.load(q + t_R1 * q_stride + head[:, None] * C + c, mask=real_R1, other=0.0)
+        m_R, l_R = tl.full((ROWS,), HIDDEN, tl.float32), tl.zeros((ROWS,), tl.float32)
+        if SINKS:
+            m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
+        a_RC = tl.zeros((ROWS, C), tl.float32)
+
+        # All queries see the keys from `inner` to `outer`; the tiles around have hidden ones.
+        oldest = length - queries + i0
+        end = tl.minimum(oldest + QUERIES, length)
+        begin = tl.zeros_like(length)
+        inner = begin
+        if WINDOW is not None:
+            begin = tl.maximum(oldest - WINDOW + 1, 0)
+            inner = tl.minimum(tl.maximum(end - WINDOW, 0), end)
+            inner = begin + tl.cdiv(inner - begin, KEYS) * KEYS
+        outer = tl.maximum(begin + (oldest + 1 - begin) // KEYS * KEYS, inner)
+        left = (inner - begin) // KEYS
+        for edge in tl.range(0, left + tl.cdiv(end - outer, KEYS)):
+            at = tl.where(edge < left, begin + edge * KEYS, outer + (edge - left) * KEYS)
+            slot_L = locate(table, at, end, SIZE, KEYS)
+            k_CL, v_LC = fetch(pairs, slot_L, kv, at, end, half_stride, KV_HEADS, C, KEYS, False)
+            m_R, l_R, a_RC = absorb(
+                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
+                WINDOW, KEYS, False,
+            )  # fmt: skip
+        slot_L = locate(table, inner, outer, SIZE, KEYS)
+        for at in tl.range(inner, outer, KEYS):
+            k_CL, v_LC = fetch(pairs, slot_L, kv, at, end, half_stride, KV_HEADS, C, KEYS, True)
+            # A step ahead, so that keys and values can be copied several ahead.
+            slot_L = locate(table, at + KEYS, outer, SIZE, KEYS)
+            m_R, l_R, a_RC = absorb(
+                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
+                WINDOW, KEYS, True,
+            )  # fmt: skip
+
+        out_RC = (a_RC / tl.where(l_R > 0.0, l_R, 1.0)[:, None]).to(out.dtype.element_ty)
+        if GATE:
+            gate_RC = tl.load(
+                gate + t_R1 * gate_stride + head[:, None] * C + c, mask=real_R1, other=0.0
+            )
+            out_RC = gated(out_RC, gate_RC, tl.load(bias + head).to(tl.float32)[:, None])
+        tl.store(out + (t_R1 * HEADS + head[:, None]) * C + c, out_RC, mask=real_R1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows (heads of queries) and keys at once."""
+
+    rows: int = 128
+    keys: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+TILE = Tile()
+
+
+def launch(
+    q_TN: torch.Tensor,
+    cache: LayerCache,
+    layout: PagedLayout,
+    out_THC: torch.Tensor,
+    end: End,
+    *,
+    scale: float,
+    tile: Tile | None = None,
+) -> None:
+    """Attention of all sequences but the `few` first into `out_THC`."""
+    (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
+    check_paging(q_TN, cache, layout, out_THC)
+    group, tile = heads // kv_heads, tile or TILE
+    rows = max(tile.rows, triton.next_power_of_2(group))
+    queries = rows // group
+    grid = (triton.cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)
+    _prefill_kernel[grid](
+        q_TN, cache.pairs_2KSC, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
+        layout.starts_B, *end.arguments, out_THC,
+        layout.few, q_TN.stride(0), layout.tables_SN.stride(0), cache.pairs_2KSC.stride(1),
+        end.gate_stride, scale * LOG2E.value,
+        GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
+        WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys,
+        **end.options, num_warps=tile.warps, num_stages=tile.stages, **pdl(q_TN),
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""Fixtures of the kernels' tests."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Empty tensors hold NaN, or huge integers: what a kernel forgets to write shows."""
+
+    def poison(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(
+                float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            )
+
+        return made
+
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def loops_of_loaded_length(monkeypatch):
+    """Triton's interpreter makes a loop's bound of an array of one, which NumPy 2.4 refuses."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -1,0 +1,221 @@
+"""The attention kernels, from projection to output, against the equation in FP64."""
+
+import numpy as np
+import pytest
+import torch
+from ahead import Case, meta
+from near import PLACES, assert_near
+
+from limelight.ops import decode, prefill, rope
+from limelight.ops.activation import output_gate
+from limelight.ops.attention import gate_of, paged_attention
+from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
+from limelight.ops.rope import Heads, Rotation
+
+EPS, SCALE = 1e-6, 0.3
+pytestmark = pytest.mark.usefixtures("poisoned")
+places = pytest.mark.parametrize("place", PLACES)
+
+# Each sequence: tokens in the cache, tokens of this step.
+BATCHES = {
+    "one token": [(0, 1)],
+    "decode": [(200, 1), (63, 1), None, (64, 1), None],
+    "drafts": [(150, 4), (0, 3), (63, 1)],
+    "16 queries": [(90, 16)],
+    "prompts": [(30, 40), (0, 17), (60, 33)],
+    "both": [(130, 1), (5, 2), (50, 30)],
+}
+# Query heads, KV heads, head size.
+SHAPES = {"Flint": (6, 2, 16), "Beam": (6, 1, 32)}
+REAL = {"Flint": (32, 4, 128), "Beam": (6, 1, 128)}
+REAL_BATCHES = {
+    "decode 1": [(100_000, 1)],
+    "decode 8": [(1000 + 17 * b, 1) for b in range(8)],
+    "decode 130": [(7 * b, 1) for b in range(130)],
+    "one long": [(50_000, 1)] + [(30, 1)] * 31,
+    "drafts": [(2000, 8), (511, 8), (70, 3)],
+    "prefill": [(0, 700), (512, 1025)],
+    "both": [(3000, 1), (0, 1), (1000, 600)],
+}
+
+
+def layout_of(batch, *, block_size, window, device):
+    """Sequences in scattered blocks, and the slots of all tokens of each."""
+    spans = [part or (-1, 1) for part in batch]  # padding is one row of length 0
+    lengths = [past + new for past, new in spans]
+    counts = [new for _, new in spans]
+    per = [-(-length // block_size) for length in lengths]
+    order = np.random.default_rng(0).permutation(sum(per)) + 1
+    rows = np.random.default_rng(1).permutation(len(batch))
+    table = np.full((len(batch), max(max(per), 1)), 2**30, dtype=np.int32)
+    slots = []
+    for row, count, length in zip(rows, per, lengths, strict=True):
+        table[row, :count], order = order[:count], order[count:]
+        at = np.arange(length)
+        slots.append(table[row, at // block_size].astype(np.int64) * block_size + at % block_size)
+    new = [
+        s[len(s) - n :] if part else np.array([-1])
+        for s, n, part in zip(slots, counts, batch, strict=True)
+    ]
+    few = next((b for b, n in enumerate(counts) if n > FEW_QUERIES), len(batch))
+
+    def on_device(values, dtype=np.int32):
+        return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device)
+
+    layout = PagedLayout(
+        tables_SN=on_device(table), rows_B=on_device(rows), seq_lens_B=on_device(lengths),
+        starts_B=on_device([0, *np.cumsum(counts)]),
+        slots_T=on_device(np.concatenate(new), np.int64), block_size=block_size, window=window,
+        few=few, max_query=max(counts), max_len=max(lengths),
+    )  # fmt: skip
+    return layout, [on_device(s, np.int64) for s in slots], counts
+
+
+def by_the_equation(q_QHC, k_LKC, v_LKC, *, window, sinks_H):
+    """In FP64, of the last Q of L tokens."""
+    group = q_QHC.shape[1] // k_LKC.shape[1]
+    q, k, v = (x.double().transpose(0, 1) for x in (q_QHC, k_LKC, v_LKC))
+    scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * SCALE
+    key = torch.arange(len(k_LKC), device=q.device)
+    query = key[len(key) - len(q_QHC) :, None]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    scores.masked_fill_(hidden, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(key)]
+    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
+
+
+def check(batch, shape, place, *, window, family, block_size=16):
+    (device, dtype), (heads, kv_heads, size) = place, shape
+    torch.manual_seed(0)
+    layout, slots, counts = layout_of(batch, block_size=block_size, window=window, device=device)
+    tokens, gates = sum(counts), heads if family == "Beam" else 0
+    qkv_TN = torch.randn(tokens, (heads + 2 * kv_heads + gates) * size, device=device).to(dtype)
+    weight_2C = (1 + 0.2 * torch.randn(2, size, device=device)).to(dtype)
+    positions = torch.randint(5000, (tokens,), device=device)
+    options = {"heads": Heads(heads, kv_heads, EPS)}
+    if window is not None:
+        kind = dtype if family == "Flint" else torch.float32
+        options["turn"] = rope.rotation.reference(positions, head_dim=size, theta=1e4, dtype=kind)
+    elif family == "Beam":
+        options["ssmax_T"] = rope.ssmax.reference(positions)
+    sinks_H = torch.randn(heads, device=device) if family == "Flint" else None
+    bias_H = torch.randn(heads, device=device).to(dtype) if gates else None
+
+    # Whatever is in no visible slot of the cache is NaN.
+    most = 1 + max((int(s.max()) for s in slots if len(s)), default=0)
+    pairs = torch.full((2, kv_heads, most + block_size, size), float("nan"), device=device)
+    pairs = pairs.to(dtype)
+    q_THC, k_TKC, v_TKC = rope.split_heads(qkv_TN, weight_2C, **options)
+    expected, row = [], 0
+    for slots_L, count, part in zip(slots, counts, batch, strict=True):
+        new = slice(row, row + count)
+        row += count
+        if part is None:
+            expected.append(torch.zeros(1, heads, size, dtype=torch.float64, device=device))
+            continue
+        past, first = part[0], 0
+        if window is not None:
+            first = max(0, past - window + 1)
+        old = torch.randn(2, past - first, kv_heads, size, device=device).to(dtype)
+        pairs[:, :, slots_L[first:past]] = old.transpose(1, 2)
+        k_LKC, v_LKC = torch.cat((old[0], k_TKC[new])), torch.cat((old[1], v_TKC[new]))
+        expected.append(by_the_equation(q_THC[new], k_LKC, v_LKC, window=window, sinks_H=sinks_H))
+    before = pairs.clone()
+    out_THC = paged_attention.kernel(
+        qkv_TN, weight_2C, LayerCache(pairs), layout,
+        scale=SCALE, sinks_H=sinks_H, gate_bias_H=bias_H, **options,
+    )  # fmt: skip
+    expected = torch.cat(expected)
+    if bias_H is not None:
+        gate_THC = gate_of(qkv_TN, out_THC)
+        expected = output_gate(expected, gate_THC.double(), bias_H.double())
+    assert out_THC.dtype == dtype
+    assert_near(out_THC, expected, dtype=dtype)
+    kept_T = layout.slots_T >= 0
+    before[:, :, layout.slots_T[kept_T]] = torch.stack((k_TKC, v_TKC))[:, kept_T].transpose(1, 2)
+    changed = pairs.isnan() != before.isnan()
+    assert not changed.any()
+    assert_near(pairs.nan_to_num(), before.nan_to_num(), dtype=dtype)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Short sequences then have several parts, and several tiles in a part."""
+    for table in ("FULL", "WINDOW"):
+        monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, 3, 1)})
+    monkeypatch.setattr(prefill, "TILE", prefill.Tile(32, 16, warps=4))
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_query_sees_its_keys(name, window, family, place, small_tiles):
+    check(BATCHES[name], SHAPES[family], place, window=window, family=family)
+
+
+@places
+@pytest.mark.parametrize("block_size, window", [(1, 1), (3, 32), (5, 33)])
+def test_windows_and_blocks_of_odd_sizes(block_size, window, place, small_tiles):
+    batch, shape = BATCHES["both"], (2, 2, 16)
+    check(batch, shape, place, window=window, family="Flint", block_size=block_size)
+
+
+@pytest.mark.parametrize("name", ["decode", "both"])
+def test_the_tiles_of_serving_give_the_same(name):
+    place = ("cpu", torch.float16)
+    check(BATCHES[name], (2, 1, 16), place, window=None, family="Flint")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", REAL)
+@pytest.mark.parametrize("name", REAL_BATCHES)
+@pytest.mark.parametrize("windowed", [False, True], ids=["full", "window"])
+def test_real_sizes(windowed, name, family):
+    window = {"Flint": 513, "Beam": 512}[family] if windowed else None
+    place = ("cuda", torch.bfloat16)
+    check(REAL_BATCHES[name], REAL[family], place, window=window, family=family)
+
+
+def compile_cases() -> list[Case]:
+    def attend(family, tokens, few, window, max_query=1):
+        heads, kv_heads, size = REAL[family]
+        beam = family == "Beam"
+        row = (heads * (2 if beam else 1) + 2 * kv_heads) * size
+        kind = torch.float32 if beam else torch.bfloat16
+        turn = Rotation(*(meta(tokens, 1, size, dtype=kind) for _ in range(2)))
+        rows_B, starts_B = (meta(n, dtype=torch.int32) for n in (max(few, 1), max(few, 1) + 1))
+        layout = PagedLayout(
+            tables_SN=meta(256, 16_384, dtype=torch.int32), rows_B=rows_B, seq_lens_B=rows_B,
+            starts_B=starts_B, slots_T=meta(tokens, dtype=torch.int64), block_size=16,
+            window=window, few=few, max_query=max_query, max_len=262_144,
+        )  # fmt: skip
+        paged_attention.kernel(
+            meta(tokens, row), meta(2, size), LayerCache(meta(2, kv_heads, 4096, size)), layout,
+            heads=Heads(heads, kv_heads, EPS), scale=SCALE, turn=turn if window else None,
+            ssmax_T=meta(tokens, dtype=torch.float32) if beam and not window else None,
+            sinks_H=None if beam else meta(heads, dtype=torch.float32),
+            gate_bias_H=meta(heads) if beam else None,
+        )  # fmt: skip
+
+    cases = []
+    for family, window in (("Flint", 513), ("Beam", 512)):
+        for name, args, few_queries in (
+            ("decode 1", (1, 1), True),
+            ("decode 32", (32, 32), True),
+            ("decode 128", (128, 128), True),
+            ("8 drafts", (9, 1), True),
+            ("prefill", (4096, 0), False),
+        ):
+            tokens, few = args
+            most = 9 if name == "8 drafts" else 4096 if name == "prefill" else 1
+            for seen in (None, window):
+                call = lambda a=(family, tokens, few, seen, most): attend(*a)  # noqa: E731
+                kind = "full" if seen is None else "window"
+                cases.append(Case(f"{family} {kind} {name}", call, decode=few_queries))
+    return cases
