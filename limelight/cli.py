@@ -132,6 +132,7 @@ def _bench_flags(parser: argparse.ArgumentParser):
         text = (bench.__doc__ or "").partition(": ")[2].splitlines()[0]
         command = _add(benches, name, text)
         command.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+        command.add_argument("--plot", metavar="FILE", help="draw the figures into FILE")
         bench.add_flags(command)
         if bench is not serve:
             _engine_flags(command)
@@ -207,6 +208,10 @@ def _bench(args: argparse.Namespace) -> int:
     show(args.bench, rows)
     if args.json:
         save(args.json, record(args.bench, args.argv, rows))
+    if args.plot:
+        from limelight.bench.plot import draw
+
+        draw(args.plot, args.bench, rows)
     return 0
 
 
