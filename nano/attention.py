@@ -31,6 +31,7 @@ class RowBatch:
     positions_T: torch.Tensor
     masks: dict[Window, BlockMask]
     rows: int
+    last_tokens_S: None = None  # all tokens are given
 
     def attend(
         self,

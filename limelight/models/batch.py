@@ -22,12 +22,14 @@ class Paged:
 class Batch:
     """T tokens of several sequences, one after the other.
 
-    With `paged` their earlier keys and values are in the cache. Without, `lengths` cuts the tokens
-    into whole sequences that start at position 0, and every op is differentiable.
+    With `paged` their earlier keys and values are in the cache, and a token may be given as -1 - s
+    for the one in `last_tokens_S[s]`. Without, `lengths` cuts the tokens into whole sequences that
+    start at position 0, and every op is differentiable.
     """
 
     positions_T: torch.Tensor
     paged: Paged | None = None
+    last_tokens_S: torch.Tensor | None = None
     lengths: list[int] | None = None
 
     @classmethod

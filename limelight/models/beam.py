@@ -210,7 +210,7 @@ class Beam(nn.Module):
             head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=torch.float32,
         )  # fmt: skip
         ssmax_T = rope.ssmax(batch.positions_T)
-        h_TD = self.embed(tokens_T)
+        h_TD = self.embed(tokens_T, batch.last_tokens_S)
         norms = [*self._input_norms(), self.norm]
         y_TD = norm.rmsnorm(h_TD, norms[0].weight, eps=norms[0].eps)
         for layer, following in zip(self.layers, norms[1:], strict=True):

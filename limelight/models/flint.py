@@ -184,7 +184,7 @@ class Flint(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The normed hidden states [T, D], which `logits` takes."""
-        h_TD = self.embed(tokens_T)
+        h_TD = self.embed(tokens_T, batch.last_tokens_S)
         turn = rope.rotation(
             batch.positions_T,
             head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=h_TD.dtype,

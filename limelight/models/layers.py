@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from limelight.ops import experts, linear, norm
+from limelight.ops.embed import embed
 from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, all_reduce
 from limelight.parallel.mesh import Mesh
@@ -206,8 +207,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = place.empty(vocab_size, size)
 
-    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_T, self.weight)
+    def forward(self, tokens_T: torch.Tensor, last_tokens_S: torch.Tensor | None) -> torch.Tensor:
+        """A token may be given as -1 - s for the one in `last_tokens_S[s]`."""
+        if last_tokens_S is None:
+            return F.embedding(tokens_T, self.weight)
+        return embed(tokens_T, last_tokens_S, self.weight)
 
     def targets(self, prefix: str) -> Targets:
         return {f"{prefix}.weight": whole(self.weight, dummy=UNIT)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from limelight.ops.paging import FEW_QUERIES, PagedLayout
 from limelight.ops.sample import sample
 from limelight.progress import Progress
 from limelight.runner.graphs import DecodeGraphs, graph_sizes
-from limelight.runner.inputs import BlockTables, StepInputs, StepTensors
+from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors
 from limelight.runner.sampler import Choice, Sampler, token_logprobs, uniform
 from limelight.types import (
     Admission,
@@ -59,30 +59,45 @@ class Launched:
     """A step that may still run on the device; `result` waits for it."""
 
     grants: list[Grant]
-    choices: dict[int, Choice]  # by slot, of rows that the host has already chosen
-    prompt_logprobs: dict[int, list[TokenLogprobs]]  # by slot
-    slots: list[int]  # of the rows that sampled, in their order
-    tokens_R: torch.Tensor
-    best_R: torch.Tensor
+    slots: list[int]  # of the rows that sample, in their order
     device: torch.device
-    done: torch.cuda.Event | None
+    choices: list[Choice] | None = None  # of these rows, where the host chose
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by slot
+    tokens_R: torch.Tensor | None = None  # where the device did, on the host once `done`
+    best_R: torch.Tensor | None = None
+    done: torch.cuda.Event | None = None
+
+    def fetch(self, tokens_R: torch.Tensor, best_R: torch.Tensor) -> "Launched":
+        """Send what the device chose on its way to the host; rows beyond `slots` are padding."""
+        self.tokens_R, self.best_R = tokens_R[: len(self.slots)], best_R[: len(self.slots)]
+        if self.device.type == "cuda":
+            self.tokens_R, self.best_R = (
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+                for x in (self.tokens_R, self.best_R)
+            )
+            self.done = torch.cuda.Event()
+            self.done.record()
+        return self
 
     def result(self) -> StepResult:
         """One `Sampled` for each grant, in the plan's order."""
-        if self.done is not None:
-            with device_faults(self.device):
+        with device_faults(self.device):
+            if self.done is not None:
                 self.done.synchronize()
-        choices = dict(self.choices)
-        if not choices:
-            rows = zip(self.slots, self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
-            choices = {
-                slot: Choice(token, error=None if best == best else NOT_NUMBERS)
-                for slot, token, best in rows
-            }
-        return StepResult([self._sampled(grant, choices) for grant in self.grants])
+        choices = dict(zip(self.slots, self._choices(), strict=True))
+        return StepResult([self._sampled(grant, choices.get(grant.slot)) for grant in self.grants])
 
-    def _sampled(self, grant: Grant, choices: dict[int, Choice]) -> Sampled:
-        choice = choices.get(grant.slot)
+    def _choices(self) -> list[Choice]:
+        if self.choices is not None:
+            return self.choices
+        if self.tokens_R is None or self.best_R is None:
+            return []
+        return [
+            Choice(token, error=None if best == best else NOT_NUMBERS)
+            for token, best in zip(self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
+        ]
+
+    def _sampled(self, grant: Grant, choice: Choice | None) -> Sampled:
         prompt_logprobs = self.prompt_logprobs.get(grant.slot)
         if choice is None:
             return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
@@ -147,36 +162,27 @@ class ModelRunner:
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
         sampling = [grant for grant in grants if grant.samples]
-        slots = [grant.slot for grant in sampling]
-        on_device = all(self.sampler.rules[slot].on_device for slot in slots)
-        padded = self._graph_size(grants) if on_device else None
-        size = (
-            (padded,) * 3
-            if padded
-            else (sum(grant.num_tokens for grant in grants), len(grants), len(sampling))
-        )
-        self._stage(self.inputs.stage(size), grants, sampling)
-        tensors = self.inputs.send(size)
-        if padded:
+        rules = [self.sampler.rules[grant.slot] for grant in sampling]
+        launched = Launched(plan.grants, [grant.slot for grant in sampling], self.device)
+        on_device = all(rule.on_device for rule in rules)
+        if on_device and (padded := self._graph_size(grants)) is not None:
             assert self.graphs is not None
-            tokens_R, best_R = self.graphs.replay(padded)
-            return self._launched(plan, {}, {}, slots, tokens_R, best_R)
+            self._send((padded,) * 3, grants, sampling)
+            return launched.fetch(*self.graphs.replay(padded))
+        tokens = sum(grant.num_tokens for grant in grants)
+        tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
         hidden_TD = self._forward(tensors, grants)
-        reports = self._prompt_logprobs(grants, hidden_TD)
-        if not slots:
-            return self._launched(plan, {}, reports, [], self.last_tokens[:0], self.last_tokens[:0])
+        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        if not sampling:
+            return launched
         logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
-        choices: dict[int, Choice] = {}
         if on_device:
-            tokens_R, best_R = sample(logits_RV, tensors.temperature_R, tensors.uniform_R)
-        else:
-            positions = [grant.start + grant.num_tokens for grant in sampling]
-            chosen = self.sampler.choose(logits_RV, slots, positions)
-            choices = dict(zip(slots, chosen, strict=True))
-            tokens_R = torch.tensor([choice.token_id for choice in chosen], device=self.device)
-            best_R = tokens_R
-        self.last_tokens[tensors.sample_slots_R] = tokens_R
-        return self._launched(plan, choices, reports, slots, tokens_R, best_R)
+            return launched.fetch(*self._draw(logits_RV, tensors))
+        positions = [grant.start + grant.num_tokens for grant in sampling]
+        launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
+        chosen = [choice.token_id for choice in launched.choices]
+        self.last_tokens[tensors.sample_slots_R] = torch.tensor(chosen, device=self.device)
+        return launched
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
@@ -192,16 +198,15 @@ class ModelRunner:
     def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        hidden_TD = self.model(self._tokens(tensors), batch)
-        tokens_R, best_R = sample(
-            self.model.logits(hidden_TD), tensors.temperature_R, tensors.uniform_R
-        )
-        self.last_tokens[tensors.sample_slots_R] = tokens_R
-        return tokens_R, best_R
+        return self._draw(self.model.logits(self.model(tensors.tokens_T, batch)), tensors)
 
     def _padding(self, size: int) -> StepTensors:
-        self._stage(self.inputs.stage((size,) * 3), [], [])
-        return self.inputs.send((size,) * 3)
+        return self._send((size,) * 3, [], [])
+
+    def _send(self, size: Size, grants: list[Grant], sampling: list[Grant]) -> StepTensors:
+        """A step's inputs on the device, rows beyond the grants' as padding."""
+        self._stage(self.inputs.stage(size), grants, sampling)
+        return self.inputs.send(size)
 
     def _admit(self, admission: Admission) -> None:
         request = admission.request
@@ -263,11 +268,14 @@ class ModelRunner:
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
-        return self.model(self._tokens(tensors), self._batch(tensors, few=few, bounds=bounds))
+        return self.model(tensors.tokens_T, self._batch(tensors, few=few, bounds=bounds))
 
-    def _tokens(self, tensors: StepTensors) -> torch.Tensor:
-        codes_T = tensors.tokens_T
-        return torch.where(codes_T < 0, self.last_tokens[(-1 - codes_T).clamp(min=0)], codes_T)
+    def _draw(
+        self, logits_RV: torch.Tensor, tensors: StepTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's token, kept as the last of its slot, and its best logit."""
+        into = (self.last_tokens, tensors.sample_slots_R)
+        return sample(logits_RV, tensors.temperature_R, tensors.uniform_R, into=into)
 
     def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
@@ -290,31 +298,7 @@ class ModelRunner:
             for g, group in enumerate(self.storage.groups)
         ]
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
-        return Batch(positions_T=tensors.positions_T, paged=paged)
-
-    def _launched(
-        self,
-        plan: StepPlan,
-        choices: dict[int, Choice],
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
-        slots: list[int],
-        tokens_R: torch.Tensor,
-        best_R: torch.Tensor,
-    ) -> Launched:
-        """The step's handle, with its results on their way to the host."""
-        done = None
-        if self.device.type == "cuda":
-            tokens_R, best_R = (
-                torch.empty(len(slots), dtype=x.dtype, pin_memory=True).copy_(
-                    x[: len(slots)], non_blocking=True
-                )
-                for x in (tokens_R, best_R)
-            )
-            done = torch.cuda.Event()
-            done.record()
-        return Launched(
-            plan.grants, choices, prompt_logprobs, slots, tokens_R, best_R, self.device, done
-        )
+        return Batch(tensors.positions_T, paged, self.last_tokens)
 
     def _prompt_logprobs(
         self, grants: list[Grant], hidden_TD: torch.Tensor
