@@ -61,7 +61,7 @@ def attend_cached(
     """Attention of this step's queries to their sequences' keys in the cache: [T, H, C]."""
     outs = []
     for segment in layout.on_host:
-        q_BQHC = q_THC[segment.rows].unflatten(0, (len(segment.slots_BL), -1))
+        q_BQHC = q_THC[segment.rows].view(len(segment.slots_BL), -1, *q_THC.shape[1:])
         k_KBLC, v_KBLC = cache.read(segment.slots_BL)
         out_BQHC = _attend(q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale)
         outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
@@ -152,7 +152,8 @@ def paged_attention_reference(
 
 def gate_of(qkv_TN: torch.Tensor, out_THC: torch.Tensor) -> torch.Tensor:
     """The gate [T, H, C] at the end of the rows."""
-    return qkv_TN[:, -out_THC[0].numel() :].unflatten(1, out_THC.shape[1:])
+    tokens, heads, size = out_THC.shape
+    return qkv_TN[:, -heads * size :].view(tokens, heads, size)
 
 
 def _launch_paged_attention(

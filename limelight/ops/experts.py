@@ -280,23 +280,29 @@ def _down_kernel(
 FEW = 8
 # Up to this many, the experts' kernels choose them, each program for itself.
 CHOOSING = 1
-# Rows of weight a program and its warps, columns at a time; by the most columns.
+# Rows of weight a program, columns at a time and warps, for one row and for a few; by the most
+# columns of gate and up, and by the most of the down matrices of a row together.
 GATE_UP = {
-    4096: {"BLOCK_F": 8, "CHUNK": 256, "num_warps": 8, "EVICT": ""},
-    2**31: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8, "EVICT": ""},
+    4096: (
+        {"BLOCK_F": 8, "CHUNK": 256, "num_warps": 8, "EVICT": ""},
+        {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8, "EVICT": ""},
+    ),
+    2**31: ({"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8, "EVICT": ""},) * 2,
 }
-# By the most columns of all experts of a row together.
 DOWN = {
-    3072: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 4, "EVICT": ""},
-    2**31: {"BLOCK_D": 16, "CHUNK": 256, "num_warps": 8, "EVICT": ""},
+    3072: ({"BLOCK_D": 8, "CHUNK": 256, "num_warps": 4, "EVICT": ""},) * 2,
+    2**31: (
+        {"BLOCK_D": 16, "CHUNK": 256, "num_warps": 8, "EVICT": ""},
+        {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 8, "EVICT": ""},
+    ),
 }
 # How much of the down matrices the kernel before may bring to L2, in bytes.
 AHEAD = 26 * 2**20
 
 
-def _tile(table: dict[int, dict], most: int, size: int) -> dict:
-    """The tile for `most`; its CHUNK divides `size` where a power of two of any use does."""
-    tile = dict(table[min(key for key in table if most <= key)])
+def _tile(table: dict[int, tuple], columns: int, rows: int, size: int) -> dict:
+    """The tile for so many columns; its CHUNK divides `size` if a power of two of any use does."""
+    tile = dict(table[min(most for most in table if columns <= most)][rows > 1])
     chunk = size & -size
     tile["CHUNK"] = min(tile["CHUNK"], chunk if chunk >= 32 else triton.next_power_of_2(size))
     return tile
@@ -325,7 +331,7 @@ def _launch_few(
         "SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "EXPERTS": experts,
         "BLOCK_N": triton.next_power_of_2(triton.cdiv(columns, width)),
     }  # fmt: skip
-    tile = _tile(GATE_UP, size, size)
+    tile = _tile(GATE_UP, size, rows, size)
     blocks = triton.cdiv(width, tile["BLOCK_F"])
     shared_blocks = triton.cdiv(shared, tile["BLOCK_F"])
     ahead = min(rows * count * blocks, AHEAD * blocks // down_EDF[0].nbytes)
@@ -334,7 +340,7 @@ def _launch_few(
         y_TD, gate_up_EGD, shared_gate_up_GD, down_EDF, ids_TN, logits_TE, inner_TF, rows,
         y_TD.stride(0), programs - ahead, **sizes, FP32=fp32, **tile, **pdl(y_TD),
     )  # fmt: skip
-    tile = _tile(DOWN, columns, width)
+    tile = _tile(DOWN, columns, rows, width)
     copies = tile["num_warps"] * 32 * 8 // (sizes["BLOCK_N"] * tile["CHUNK"])
     copies = min(max(copies, 1), tile["BLOCK_D"])
     _down_kernel[(rows * triton.cdiv(size, tile["BLOCK_D"]),)](

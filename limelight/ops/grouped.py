@@ -1,18 +1,20 @@
 """The experts for many rows: `moe` of `experts.py` as products of blocks of rows.
 
 Pairs of a token and one of its experts are sorted by expert, in order, and each expert's fill
-blocks of BLOCK_M rows, the last with padding. The number of blocks that this may take is known
+blocks of BLOCK_M rows, the last perhaps in part. The number of blocks that this may take is known
 from the shapes alone; those not taken are left at once. The shared expert's blocks are the tokens
-as they come. Kernels: sort (of many pairs, count first); gate and up with SwiGLU; down; the
+as they come. Kernels: the sort (of many pairs, count first); gate and up with SwiGLU; down; the
 weighted sum.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import pdl
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.prefetch import prefetch
 
 
 @triton.jit
@@ -30,53 +32,54 @@ def _count_kernel(
 
 
 @triton.jit
-def _sort_kernel(
-    ids, sizes, rows, experts, pairs, parts, blocks,
+def _place_kernel(
+    ids, sizes, rows, blocks, pairs, parts, most,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert a program: its pairs into rows of blocks, `pairs` into padding rows.
+    """SLICE pairs a program, each to its row of the blocks; and of BLOCK_B of the `most` blocks
+    the expert, times 256, plus the number of rows; 0 of a block that is not taken.
 
-    `sizes` [parts, BLOCK_E] has the counts; without it there are at most BLOCK_P pairs to count.
-    `experts` gets the expert of each block, EXPERTS for a block that is not taken.
+    `sizes` [parts, BLOCK_E] counts slice by slice; without it BLOCK_P is enough for all pairs.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    e = tl.program_id(0)
-    e_E, p_P, m_M = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_M)
+    i = tl.program_id(0)
+    p_P = tl.arange(0, BLOCK_P)
     if sizes is None:
+        first = 0
         ids_P = tl.load(ids + p_P, mask=p_P < pairs, other=0).to(tl.int32)
         sizes_E = tl.histogram(ids_P, BLOCK_E, mask=p_P < pairs)
+        before_E = tl.zeros((BLOCK_E,), tl.int32)
     else:
-        sizes_E = tl.zeros((BLOCK_E,), tl.int32)
-        part = tl.arange(0, 16)
-        start = 0
-        while start < parts:
-            at_XE = sizes + (start + part)[:, None] * BLOCK_E + e_E[None, :]
-            sizes_XE = tl.load(at_XE, mask=(start + part < parts)[:, None], other=0)
-            sizes_E += tl.sum(sizes_XE, axis=0)
-            start += 16
-    blocks_E = (sizes_E + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(e_E < e, blocks_E, 0), axis=0)
-    end = first + tl.sum(tl.where(e_E == e, blocks_E, 0), axis=0)
-    done = first * BLOCK_M
-    start = 0
-    while start < pairs:
+        first = i * SLICE
+        x_X = tl.arange(0, 32)
+        sizes_XE = tl.zeros((32, BLOCK_E), tl.int32)
+        before_XE = tl.zeros((32, BLOCK_E), tl.int32)
+        for start in range(0, parts, 32):
+            at_XE = sizes + (start + x_X)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+            part_XE = tl.load(at_XE, mask=(start + x_X < parts)[:, None], other=0)
+            sizes_XE += part_XE
+            before_XE += tl.where((start + x_X < i)[:, None], part_XE, 0)
+        sizes_E, before_E = tl.sum(sizes_XE, axis=0), tl.sum(before_XE, axis=0)
+    end_E = tl.cumsum((sizes_E + BLOCK_M - 1) // BLOCK_M, axis=0)
+    start_E = (end_E - (sizes_E + BLOCK_M - 1) // BLOCK_M) * BLOCK_M
+    p_S = i * SLICE + tl.arange(0, SLICE)
+    ids_S = tl.load(ids + p_S, mask=p_S < pairs, other=0).to(tl.int32)
+    row_S = tl.gather(start_E + before_E, ids_S, 0)
+    for start in range(first, tl.minimum((i + 1) * SLICE, pairs), BLOCK_P):
         inside_P = start + p_P < pairs
-        ids_P = tl.load(ids + start + p_P, mask=inside_P, other=0).to(tl.int32)
-        mine_P = ((ids_P == e) & inside_P).to(tl.int32)
-        tl.store(rows + done + tl.cumsum(mine_P, axis=0) - 1, start + p_P, mask=mine_P != 0)
-        done += tl.sum(mine_P, axis=0)
-        start += BLOCK_P
-    tl.store(rows + done + m_M, pairs, mask=done + m_M < end * BLOCK_M)
-    while first < end:
-        tl.store(experts + first + p_P, e, mask=first + p_P < end)
-        first += BLOCK_P
-    if e == EXPERTS - 1:
-        while end < blocks:
-            tl.store(experts + end + p_P, EXPERTS, mask=end + p_P < blocks)
-            end += BLOCK_P
+        ids_P = tl.load(ids + start + p_P, mask=inside_P, other=-1).to(tl.int32)
+        before_SP = (start + p_P)[None, :] < p_S[:, None]
+        before_SP = before_SP & (ids_S[:, None] == ids_P[None, :])
+        row_S += tl.sum(before_SP.to(tl.int32), axis=1)
+    tl.store(rows + row_S, p_S, mask=p_S < pairs)
+    b_B = i * BLOCK_B + tl.arange(0, BLOCK_B)
+    e_B = tl.sum((end_E[None, :] <= b_B[:, None]).to(tl.int32), axis=1)
+    left_B = tl.gather(start_E + sizes_E, tl.minimum(e_B, BLOCK_E - 1), 0) - b_B * BLOCK_M
+    block_B = tl.where(e_B < EXPERTS, e_B * 256 + tl.minimum(left_B, BLOCK_M), 0)
+    tl.store(blocks + b_B, block_B, mask=b_B < most)
 
 
 @triton.jit
@@ -87,120 +90,205 @@ def _load(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _gate_up_tile(
-    y, gate_up, out, token_M, row_M, valid_M, first, stride_y,
-    SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    y, gate_up, e, out, token_M, row_M, valid_M, first, stride_y,
+    SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of rows `token_M` of y for BLOCK_N channels, into rows `row_M`."""
+    """SwiGLU of rows `token_M` of y for BLOCK_N channels of expert e, into rows `row_M`.
+
+    The tile of the weights has BLOCK_N rows of the gate, then as many of up. They are those of
+    all experts if DESCRIBED, else of this one.
+    """
     EVEN: tl.constexpr = SIZE % BLOCK_K == 0 and INNER % BLOCK_N == 0
-    k, f = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_N)
+    BLOCK_M: tl.constexpr = valid_M.shape[0]
+    k, g = tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_N)
     y_MK = y + token_M.to(tl.int64)[:, None] * stride_y + k[None, :]
-    gate_KF = gate_up + f[None, :] * SIZE + k[:, None]
-    up_KF = gate_KF + INNER * SIZE
-    gate_MF = tl.zeros((valid_M.shape[0], BLOCK_N), tl.float32)
-    up_MF = tl.zeros((valid_M.shape[0], BLOCK_N), tl.float32)
+    if not DESCRIBED:
+        f_G = first + g % BLOCK_N
+        gate_up_KG = gate_up + (g // BLOCK_N * INNER + f_G)[None, :] * SIZE + k[:, None]
+    sum_MG = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for start in range(0, SIZE, BLOCK_K):
-        inside_K = start + k < SIZE
-        inside_KF = inside_K[:, None] & (f < INNER)[None, :]
         # The weights first: they do not wait for `token_M` to be known.
-        gate_tile = _load(gate_KF + start, inside_KF, EVEN)
-        up_tile = _load(up_KF + start, inside_KF, EVEN)
-        y_tile = tl.load(y_MK + start, mask=valid_M[:, None] & inside_K[None, :], other=0.0)
-        gate_MF = tl.dot(y_tile, gate_tile, gate_MF, input_precision="ieee")
-        up_MF = tl.dot(y_tile, up_tile, up_MF, input_precision="ieee")
-    value_MF = rounded_swiglu(gate_MF, up_MF, FP32, out.dtype.element_ty)
-    into_MF = out + row_M.to(tl.int64)[:, None] * INNER + f[None, :]
-    tl.store(into_MF, value_MF, mask=valid_M[:, None] & (f < INNER)[None, :])
+        if DESCRIBED:
+            tile_GK = gate_up.load([2 * e, first, start]).reshape(2 * BLOCK_N, BLOCK_K)
+            tile_KG = tl.trans(tile_GK)
+        else:
+            inside_KG = (start + k < SIZE)[:, None] & (f_G < INNER)[None, :]
+            tile_KG = _load(gate_up_KG + start, inside_KG, EVEN)
+        inside_MK = valid_M[:, None]
+        if SIZE % BLOCK_K != 0:
+            inside_MK = inside_MK & (start + k < SIZE)[None, :]
+        tile_MK = tl.load(y_MK + start, mask=inside_MK, other=0.0)
+        sum_MG = tl.dot(tile_MK, tile_KG, sum_MG, input_precision="ieee")
+    sum_MNX = tl.trans(tl.reshape(sum_MG, (BLOCK_M, 2, BLOCK_N)), 0, 2, 1)
+    gate_MN, up_MN = tl.split(sum_MNX)
+    value_MN = rounded_swiglu(gate_MN, up_MN, FP32, out.dtype.element_ty)
+    f = first + tl.arange(0, BLOCK_N)
+    into_MN = out + row_M.to(tl.int64)[:, None] * INNER + f[None, :]
+    tl.store(into_MN, value_MN, mask=valid_M[:, None] & (f < INNER)[None, :])
+
+
+@triton.jit
+def _routed_gate_up(
+    y, gate_up, e, out, rows, valid, first, stride_y, BLOCK_M: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The tile for the `valid` pairs at `rows`."""
+    m = tl.arange(0, BLOCK_M)
+    pair_M = tl.load(rows + m, mask=m < valid, other=0)
+    if not DESCRIBED:
+        gate_up += e.to(tl.int64) * (2 * INNER * SIZE)
+    _gate_up_tile(
+        y, gate_up, e, out, pair_M // COUNT, pair_M, m < valid, first, stride_y,
+        SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
+    )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gate_up_kernel(
-    y, gate_up, shared_gate_up, block_rows, block_experts, inner, shared_inner, rows, stride_y,
+    y, gate_up, shared_gate_up, block_rows, blocks, inner, shared_inner, rows, stride_y,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    EXPERTS: tl.constexpr, FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows by BLOCK_N channels; the shared expert's first, then block by block."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """A block of rows by BLOCK_N channels; the shared expert's first, then block by block.
+
+    With HALVES a block that is not half full is done as one of half the size.
+    """
     SHARED_TILES: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    m_M = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     program = tl.program_id(0)
     shared_programs = (rows + BLOCK_M - 1) // BLOCK_M * SHARED_TILES
+    if PDL:
+        if AHEAD and SHARED > 0 and SHARED % BLOCK_N == 0:
+            if program < SHARED_TILES:
+                weight = shared_gate_up + program * BLOCK_N * SIZE
+                prefetch(weight, BLOCK_N * SIZE)
+                prefetch(weight + SHARED * SIZE, BLOCK_N * SIZE)
+        # The next kernel, when it starts, finds the blocks that this one waits for.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if program < shared_programs:
         if SHARED:
-            row_M = program // SHARED_TILES * BLOCK_M + m_M
+            row_M = program // SHARED_TILES * BLOCK_M + m
             _gate_up_tile(
-                y, shared_gate_up, shared_inner, row_M, row_M, row_M < rows,
-                program % SHARED_TILES * BLOCK_N, stride_y, SIZE, SHARED, FP32, BLOCK_N, BLOCK_K,
+                y, shared_gate_up, 0, shared_inner, row_M, row_M, row_M < rows,
+                program % SHARED_TILES * BLOCK_N, stride_y,
+                SIZE, SHARED, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
     else:
         program -= shared_programs
-        block = program // TILES
-        e = tl.load(block_experts + block)
-        row_M = tl.load(block_rows + block * BLOCK_M + m_M)
-        if e < EXPERTS:
-            _gate_up_tile(
-                y, gate_up + e.to(tl.int64) * (2 * INNER * SIZE), inner,
-                row_M // COUNT, row_M, row_M < rows * COUNT,
-                program % TILES * BLOCK_N, stride_y, SIZE, INNER, FP32, BLOCK_N, BLOCK_K,
+        block = tl.load(blocks + program // TILES)
+        e, valid = block // 256, block % 256
+        at = block_rows + program // TILES * BLOCK_M
+        first = program % TILES * BLOCK_N
+        if HALVES and valid <= BLOCK_M // 2:
+            if valid > 0:
+                _routed_gate_up(
+                    y, gate_up, e, inner, at, valid, first, stride_y, BLOCK_M // 2, COUNT,
+                    SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
+                )  # fmt: skip
+        elif valid > 0:
+            _routed_gate_up(
+                y, gate_up, e, inner, at, valid, first, stride_y, BLOCK_M, COUNT,
+                SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    inner, down, out, row_M, valid_M, first,
+    inner, down, e, out, row_M, valid_M, first,
     SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row_M` of `inner` to BLOCK_N channels of rows `row_M` of `out`."""
+    """Rows `row_M` of `inner` to BLOCK_N channels of expert e, into rows `row_M` of `out`."""
     EVEN: tl.constexpr = INNER % BLOCK_K == 0 and SIZE % BLOCK_N == 0
     k, d = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_N)
     inner_MK = inner + row_M.to(tl.int64)[:, None] * INNER + k[None, :]
-    down_KD = down + d[None, :] * INNER + k[:, None]
+    if not DESCRIBED:
+        down_KD = down + d[None, :] * INNER + k[:, None]
     total_MD = tl.zeros((valid_M.shape[0], BLOCK_N), tl.float32)
     for start in range(0, INNER, BLOCK_K):
-        inside_K = start + k < INNER
-        down_tile = _load(down_KD + start, inside_K[:, None] & (d < SIZE)[None, :], EVEN)
-        tile = tl.load(inner_MK + start, mask=valid_M[:, None] & inside_K[None, :], other=0.0)
-        total_MD = tl.dot(tile, down_tile, total_MD, input_precision="ieee")
+        if DESCRIBED:
+            tile_KD = tl.trans(down.load([e * SIZE + first, start]))
+        else:
+            inside_KD = (start + k < INNER)[:, None] & (d < SIZE)[None, :]
+            tile_KD = _load(down_KD + start, inside_KD, EVEN)
+        inside_MK = valid_M[:, None]
+        if INNER % BLOCK_K != 0:
+            inside_MK = inside_MK & (start + k < INNER)[None, :]
+        tile_MK = tl.load(inner_MK + start, mask=inside_MK, other=0.0)
+        total_MD = tl.dot(tile_MK, tile_KD, total_MD, input_precision="ieee")
     into_MD = out + row_M.to(tl.int64)[:, None] * SIZE + d[None, :]
     mask_MD = valid_M[:, None] & (d < SIZE)[None, :]
     tl.store(into_MD, total_MD.to(out.dtype.element_ty), mask=mask_MD)
 
 
 @triton.jit
+def _routed_down(
+    inner, down, e, out, rows, valid, first, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The tile for the `valid` pairs at `rows`."""
+    m = tl.arange(0, BLOCK_M)
+    pair_M = tl.load(rows + m, mask=m < valid, other=0)
+    if not DESCRIBED:
+        down += e.to(tl.int64) * (SIZE * INNER)
+    _down_tile(
+        inner, down, e, out, pair_M, m < valid, first, SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED
+    )
+
+
+@triton.jit
 def _grouped_down_kernel(
-    inner, shared_inner, down, shared_down, block_rows, block_experts, out, shared_out, rows,
+    inner, shared_inner, down, shared_down, block_rows, blocks, out, shared_out, rows,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As the kernel before, in the same blocks; a row for each pair and each token."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
-    m_M = tl.arange(0, BLOCK_M)
-    block = tl.program_id(0) // TILES
+    m = tl.arange(0, BLOCK_M)
+    b = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * BLOCK_N
     shared_blocks = (rows + BLOCK_M - 1) // BLOCK_M if SHARED else 0
-    if block < shared_blocks:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD and SIZE % BLOCK_N == 0:
+            if b >= shared_blocks:
+                # From L2, for a line of L1 may be older than the blocks.
+                block = tl.load(blocks + b - shared_blocks, cache_modifier=".cg")
+                if block > 0:
+                    at = (block // 256).to(tl.int64) * (SIZE * INNER) + first * INNER
+                    prefetch(down + at, BLOCK_N * INNER)
+            elif SHARED:
+                prefetch(shared_down + first * SHARED, BLOCK_N * SHARED)
+        tl.extra.cuda.gdc_wait()
+    if b < shared_blocks:
         if SHARED:
-            row_M = block * BLOCK_M + m_M
+            row_M = b * BLOCK_M + m
             _down_tile(
-                shared_inner, shared_down, shared_out, row_M, row_M < rows, first,
-                SIZE, SHARED, BLOCK_N, BLOCK_K,
+                shared_inner, shared_down, 0, shared_out, row_M, row_M < rows, first,
+                SIZE, SHARED, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
     else:
-        block -= shared_blocks
-        e = tl.load(block_experts + block)
-        row_M = tl.load(block_rows + block * BLOCK_M + m_M)
-        if e < EXPERTS:
-            _down_tile(
-                inner, down + e.to(tl.int64) * (SIZE * INNER), out, row_M, row_M < rows * COUNT,
-                first, SIZE, INNER, BLOCK_N, BLOCK_K,
+        b -= shared_blocks
+        block = tl.load(blocks + b)
+        e, valid = block // 256, block % 256
+        at = block_rows + b * BLOCK_M
+        if HALVES and valid <= BLOCK_M // 2:
+            if valid > 0:
+                _routed_down(
+                    inner, down, e, out, at, valid, first, BLOCK_M // 2,
+                    SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED,
+                )  # fmt: skip
+        elif valid > 0:
+            _routed_down(
+                inner, down, e, out, at, valid, first, BLOCK_M,
+                SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
 
 
@@ -231,43 +319,80 @@ def _combine_kernel(
     tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
 
 
-SORTED_AT_ONCE = 1024  # pairs
+# This many pairs are sorted without being counted first; of more, so many a program.
+SORTED_AT_ONCE, SLICE = 1024, 512
 
 
 def _tile(n: int, k: int, warps: int, stages: int) -> dict[str, int]:
     return {"BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
 
 
+def _stream(*tile: int) -> dict[str, int | bool]:
+    """Of few rows: what they wait for is memory, so weights are asked for early."""
+    return _tile(*tile) | {"DESCRIBED": False, "HALVES": False, "AHEAD": True}
+
+
+def _multiply(*tile: int) -> dict[str, int | bool]:
+    """Of many rows: the copy engine brings the weights."""
+    return _tile(*tile) | {"DESCRIBED": True, "HALVES": True, "AHEAD": False}
+
+
 # Rows of a block, tile of gate and up (BLOCK_N of each), tile of down; by the most pairs of an
-# expert on average. The first is bound by memory, the last by arithmetic.
+# expert on average.
 TILES = {
-    8: (16, _tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
-    32: (32, _tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
-    64: (64, _tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
-    2**31: (128, _tile(128, 64, 8, 4), _tile(128, 64, 8, 3)),
+    8: (16, _stream(32, 128, 4, 4), _stream(128, 128, 4, 3)),
+    24: (32, _stream(64, 64, 4, 4), _stream(128, 64, 4, 4)),
+    96: (64, _multiply(64, 64, 4, 4), _multiply(128, 64, 4, 3)),
+    2**31: (128, _multiply(128, 64, 8, 3), _multiply(128, 64, 8, 3)),
 }
 
 
 def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of each row of each block, and the expert of each block."""
+    """The pairs of each row of each block; and of each block the expert and its rows, packed."""
     pairs = ids_TN.numel()
-    blocks = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
-    rows_BM = ids_TN.new_empty(blocks, block_m, dtype=torch.int32)
-    experts_B = ids_TN.new_empty(blocks, dtype=torch.int32)
-    block_e = triton.next_power_of_2(experts)
-    block_p = min(SORTED_AT_ONCE, max(128, triton.next_power_of_2(pairs)))
-    parts, sizes_XE = triton.cdiv(pairs, block_p), None
-    if parts > 1:
-        sizes_XE = ids_TN.new_empty(parts, block_e, dtype=torch.int32)
-        _count_kernel[(parts,)](
-            ids_TN, sizes_XE, pairs, BLOCK_E=block_e, BLOCK_P=block_p, num_warps=4, **pdl(ids_TN)
+    most = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
+    rows_BM = ids_TN.new_empty(most, block_m, dtype=torch.int32)
+    blocks_B = ids_TN.new_empty(most, dtype=torch.int32)
+    block_e, sizes_XE = triton.next_power_of_2(experts), None
+    block_p, part, warps = max(128, triton.next_power_of_2(pairs)), 8, 4
+    if pairs > SORTED_AT_ONCE:
+        block_p, part, warps = 32, SLICE, 8
+        sizes_XE = ids_TN.new_empty(triton.cdiv(pairs, part), block_e, dtype=torch.int32)
+        _count_kernel[(len(sizes_XE),)](
+            ids_TN, sizes_XE, pairs, BLOCK_E=block_e, BLOCK_P=part, num_warps=4, **pdl(ids_TN)
         )
-    _sort_kernel[(experts,)](
-        ids_TN, sizes_XE, rows_BM, experts_B, pairs, parts, blocks,
-        EXPERTS=experts, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_P=block_p, num_warps=4,
+    parts = triton.cdiv(pairs, part)
+    _place_kernel[(parts,)](
+        ids_TN, sizes_XE, rows_BM, blocks_B, pairs, parts, most,
+        EXPERTS=experts, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_P=block_p,
+        BLOCK_B=triton.next_power_of_2(triton.cdiv(most, parts)), SLICE=part, num_warps=warps,
         **pdl(ids_TN),
     )  # fmt: skip
-    return rows_BM, experts_B
+    return rows_BM, blocks_B
+
+
+def _described(tile: dict, *weights: torch.Tensor | None, gate_up: bool) -> list:
+    """The weights as their kernel takes them: as pointers, or as what the copy engine needs.
+
+    Of gate and up, the engine brings tiles of both at once.
+    """
+    if not tile["DESCRIBED"]:
+        return list(weights)
+    found = []
+    for weight in weights:
+        if weight is None:
+            found.append(None)
+            continue
+        width = weight.shape[-1]
+        if gate_up:
+            rows = weight.shape[-2] // 2
+            shape = [weight.numel() // (rows * width), rows, width]
+            strides, block = [rows * width, width, 1], [2, tile["BLOCK_N"], tile["BLOCK_K"]]
+        else:
+            shape, strides = [weight.numel() // width, width], [width, 1]
+            block = [tile["BLOCK_N"], tile["BLOCK_K"]]
+        found.append(TensorDescriptor(weight, shape, strides, block))
+    return found
 
 
 def grouped_moe(
@@ -287,25 +412,26 @@ def grouped_moe(
     shared = 0 if shared_down_DF is None else shared_down_DF.shape[1]
     average = rows * count / experts
     block_m, gate_up, down = TILES[min(most for most in TILES if average <= most)]
-    rows_BM, experts_B = _sort(ids_TN, experts, block_m)
+    # The copy engine wants rows of a multiple of 16 bytes.
+    aligned = all(n * y_TD.element_size() % 16 == 0 for n in (size, width, shared))
+    gate_up, down = (t | {"DESCRIBED": t["DESCRIBED"] and aligned} for t in (gate_up, down))
+    rows_BM, blocks_B = _sort(ids_TN, experts, block_m)
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
     out_TD = y_TD.new_empty(rows, size)
-    sizes = {
-        "SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "EXPERTS": experts,
-        "BLOCK_M": block_m,
-    }  # fmt: skip
-    blocks, shared_blocks = len(experts_B), triton.cdiv(rows, block_m) if shared else 0
-    programs = blocks * triton.cdiv(width, gate_up["BLOCK_N"])
+    sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "BLOCK_M": block_m}
+    most, shared_blocks = len(blocks_B), triton.cdiv(rows, block_m) if shared else 0
+    programs = most * triton.cdiv(width, gate_up["BLOCK_N"])
     programs += shared_blocks * triton.cdiv(shared, gate_up["BLOCK_N"])
     _grouped_gate_up_kernel[(programs,)](
-        y_TD, gate_up_EGD, shared_gate_up_GD, rows_BM, experts_B, inner_PF, shared_TF, rows,
-        y_TD.stride(0), **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
+        y_TD, *_described(gate_up, gate_up_EGD, shared_gate_up_GD, gate_up=True),
+        rows_BM, blocks_B, inner_PF, shared_TF, rows, y_TD.stride(0),
+        **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
     )  # fmt: skip
-    _grouped_down_kernel[((blocks + shared_blocks) * triton.cdiv(size, down["BLOCK_N"]),)](
-        inner_PF, shared_TF, down_EDF, shared_down_DF, rows_BM, experts_B, out_PD, shared_TD, rows,
-        **sizes, **down, **pdl(y_TD),
+    _grouped_down_kernel[((most + shared_blocks) * triton.cdiv(size, down["BLOCK_N"]),)](
+        inner_PF, shared_TF, *_described(down, down_EDF, shared_down_DF, gate_up=False),
+        rows_BM, blocks_B, out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
     )  # fmt: skip
     block_d = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(rows, triton.cdiv(size, block_d))](

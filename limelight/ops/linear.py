@@ -80,7 +80,7 @@ def _product(
 ) -> torch.Tensor:
     """x W^T; `fp32` not None means SwiGLU follows."""
     count, columns = x_TF.shape
-    if 0 < count <= thin.FEW and columns <= thin.MOST_COLUMNS:
+    if 0 < count <= max(thin.FEW_ROWS) and columns <= thin.MOST_COLUMNS:
         if count == 1:
             return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
         return thin.few_rows(x_TF, weight_DF, fp32=fp32)

@@ -34,7 +34,7 @@ class LayerCache:
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
         """Put keys and values of T tokens into their slots, in the cache's type; -1 is nowhere."""
-        if bool((slots_T < 0).any()):
+        if len(slots_T) and int(slots_T.min()) < 0:
             kept_T = slots_T >= 0
             slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
         for half_KSC, new_TKC in zip(self.pairs_2KSC, (k_TKC, v_TKC), strict=True):

@@ -86,15 +86,17 @@ def split_heads(
     k and v [T, K, C].
     """
     kinds = (heads.queries, heads.keys)
-    rows_TJC = qkv_TN.unflatten(-1, (-1, weight_2C.shape[-1]))
-    qk_TJC, v_TKC = rows_TJC[:, : sum(kinds) + heads.keys].split((sum(kinds), heads.keys), dim=1)
+    (tokens, width), size = qkv_TN.shape, weight_2C.shape[1]
+    rows_TJC = qkv_TN.view(tokens, width // size, size)
+    qk_TJC = rows_TJC[:, : sum(kinds)]
+    v_TKC = rows_TJC[:, sum(kinds) : sum(kinds) + heads.keys]
     parts = zip(weight_2C, kinds, strict=True)
     weight_JC = torch.cat([weight_C.expand(count, -1) for weight_C, count in parts])
     normed_TJC = F.rms_norm(qk_TJC.float(), weight_JC.shape[-1:], None, heads.eps) * weight_JC
     qk_TJC = normed_TJC.to(qkv_TN.dtype)
     if turn is not None:
         qk_TJC = _rotate(qk_TJC, turn)
-    q_THC, k_TKC = qk_TJC.split(kinds, dim=1)
+    q_THC, k_TKC = qk_TJC[:, : heads.queries], qk_TJC[:, heads.queries :]
     if ssmax_T is not None:
         q_THC = (q_THC.float() * ssmax_T[:, None, None]).to(q_THC.dtype)
     return q_THC, k_TKC, v_TKC

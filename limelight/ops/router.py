@@ -248,7 +248,7 @@ def _select_kernel(
     t = tl.program_id(0).to(tl.int64)
     g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
     inside_GX = (g < GROUPS)[:, None] & (x < SIZE)[None, :]
-    index_GX = tl.where(inside_GX, g[:, None] * SIZE + x[None, :], experts)
+    index_GX = g[:, None] * SIZE + x[None, :]
     logits_GX = tl.zeros((BLOCK_G, BLOCK_X), tl.float32)
     for part in tl.static_range(PARTS):
         row = logits + (part * rows + t) * experts
@@ -259,6 +259,7 @@ def _select_kernel(
     else:
         choice_GX = scores_GX + tl.load(bias + index_GX, mask=inside_GX, other=0.0)
     key_GX = tl.where(inside_GX, _ordered(choice_GX), LEAST)
+    index_GX = tl.where(inside_GX, index_GX, experts)
     if KEPT < GROUPS:
         key_GX = tl.where(_best_groups(key_GX, x, KEPT)[:, None], key_GX, LEAST)
     n_N = tl.arange(0, BLOCK_N)
@@ -285,10 +286,12 @@ def _select_kernel(
 FEW = 8
 # Experts a program and its warps, for one row and for a few; by the most columns.
 FEW_TILES = {2048: ((2, 4), (8, 8)), 2**31: ((2, 8), (4, 8))}
+# Shares of the channels, which `_select` adds up.
+MOST_SHARES = 16
 # By the most rows: of decode steps, of prefill. The more rows, the fewer share the channels out.
 TILES = {
     32: {"BLOCK_E": 16, "BLOCK_T": 32, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
-    64: {"BLOCK_E": 32, "BLOCK_T": 64, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
+    64: {"BLOCK_E": 64, "BLOCK_T": 32, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
     256: {"BLOCK_E": 64, "BLOCK_T": 64, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
     4096: {"BLOCK_E": 64, "BLOCK_T": 128, "BLOCK_D": 64, "SHARE": 1024, "num_warps": 4},
     2**31: {"BLOCK_E": 64, "BLOCK_T": 128, "BLOCK_D": 64, "SHARE": 2**31, "num_warps": 4},
@@ -336,7 +339,11 @@ def _logits(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     if rows <= FEW:
         return few_logits(y_TD, router_ED)[2]
     tile = dict(TILES[min(most for most in TILES if rows <= most)])
-    tile["SHARE"] = min(tile["SHARE"], size)
+    least = triton.cdiv(triton.cdiv(size, MOST_SHARES), tile["BLOCK_D"]) * tile["BLOCK_D"]
+    tile["SHARE"] = min(max(tile["SHARE"], least), size)
+    if tile["SHARE"] > tile["BLOCK_D"]:
+        # A loop holds the next tiles too.
+        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
     parts = triton.cdiv(size, tile["SHARE"])
     logits_PTE = y_TD.new_empty(parts, rows, experts, dtype=torch.float32)
     grid = triton.cdiv(experts, tile["BLOCK_E"]), triton.cdiv(rows, tile["BLOCK_T"]), parts

@@ -11,6 +11,7 @@ so many further on to L2 too, for it may find no room until others have ended.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import triton
@@ -18,6 +19,8 @@ import triton.language as tl
 
 from limelight.ops import pdl
 from limelight.ops.activation import rounded_swiglu
+
+V = TypeVar("V")
 
 
 @triton.jit
@@ -29,42 +32,41 @@ def _weight_row(i, N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(
-    weight, first, N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Ask for the first WIDTH columns of BLOCK_N rows to be brought to L2, a piece a thread."""
-    LAST: tl.constexpr = N * (2 if GATED else 1) - 1
-    PIECES: tl.constexpr = THREADS // BLOCK_N if THREADS > BLOCK_N else 1
-    SIZE: tl.constexpr = WIDTH // PIECES
-    BYTES: tl.constexpr = SIZE * weight.dtype.element_ty.primitive_bitwidth // 8
-    if WIDTH % PIECES == 0 and BYTES % 16 == 0:
-        n = _weight_row(tl.minimum(first + tl.arange(0, BLOCK_N), LAST), N, GATED)
-        at = weight + n[:, None] * F + tl.arange(0, PIECES)[None, :] * SIZE
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [at.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _prefetch(weight, start, size, SIZE: tl.constexpr):
+    """Ask for `size` elements from `start` on, of SIZE, to be brought to L2; one thread does."""
+    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    # The instruction counts 16 bytes, in 16 bits.
+    count = tl.minimum(tl.minimum(size, SIZE - start) * BYTES, 1 << 19).to(tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred some, first; .reg .u32 thread;
+            mov.u32 thread, %tid.x; setp.gt.s32 some, $2, 0; setp.eq.and.u32 first, thread, 0, some;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [(weight + start).to(tl.int64), count], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def _prefetch_ahead(
     weight, N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
-    THREADS: tl.constexpr, AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Ask for the weight of the program that is AHEAD further on, if there is one."""
-    if AHEAD:
-        program = tl.program_id(0) + AHEAD
+    if AHEAD and F * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+        program = (tl.program_id(0) + AHEAD).to(tl.int64)
         if program < tl.num_programs(0):
-            _prefetch(weight, program * BLOCK_N, N, F, GATED, BLOCK_N, F, THREADS)
+            _prefetch(weight, program * ROWS * F, ROWS * F, N * F)
+            if GATED:
+                _prefetch(weight + N * F, program * ROWS * F, ROWS * F, N * F)
 
 
 @triton.jit
 def _one_kernel(
     h, x, norm, weight, out_h, out, eps,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, THREADS: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x, or the norm of h or of h + x, which the first program writes."""
     if PDL:
@@ -86,7 +88,7 @@ def _one_kernel(
             tile = tl.load(norm + c * BLOCK_F + f, mask=c * BLOCK_F + f < F, other=0.0)
             norms = norms + (tile,)  # type: ignore[assignment]
     if PDL:
-        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, THREADS, AHEAD)
+        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, AHEAD)
         tl.extra.cuda.gdc_wait()
     square = tl.zeros([BLOCK_F], tl.float32)
     for c in tl.static_range(CHUNKS):
@@ -103,7 +105,7 @@ def _one_kernel(
         scale = tl.rsqrt(tl.sum(square, axis=0) / F + eps)
     sum_NX = tl.zeros([BLOCK_N, BLOCK_F // 8], tl.float32)
     for c in tl.static_range(CHUNKS):
-        x_F = row[c].to(tl.float32)
+        x_F = row[c].to(tl.float32)  # type: ignore[var-annotated]
         if norm is not None:
             x_F = (x_F * scale * norms[c].to(tl.float32)).to(dtype).to(tl.float32)
         product_NF = tiles[c].to(tl.float32) * x_F[None, :]
@@ -165,7 +167,7 @@ def _few_kernel(
         tile = tl.permute(tile, [1, 2, 5, 4, 6, 3, 0])
         tiles = tiles + (tl.reshape(tile, [WARPS, RUN * 32, BLOCK_N]),)  # type: ignore[assignment]
     if PDL:
-        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, 32 * WARPS, AHEAD)
+        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, AHEAD)
         tl.extra.cuda.gdc_wait()
     t, f = _places(WARPS, RUN, BLOCKS)
     x_tiles = ()
@@ -198,8 +200,7 @@ def _few_kernel(
 def _many_kernel(
     x, weight, out, rows, stride_x,
     N: tl.constexpr, F: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_T rows, BLOCK_N outputs and one of PARTS equal parts of the columns."""
     if PDL:
@@ -207,11 +208,13 @@ def _many_kernel(
     WIDTH: tl.constexpr = F // PARTS
     first, part = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     n, t, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_F)
-    weight += part * WIDTH
     if PDL:
-        _prefetch(weight, first, N, F, False, BLOCK_N, WIDTH, THREADS)
+        # What the parts of a block read, each asks for a piece of that which lies together.
+        if F * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
+            SHARE: tl.constexpr = BLOCK_N * F // PARTS
+            _prefetch(weight, first.to(tl.int64) * F + part * SHARE, SHARE, N * F)
         tl.extra.cuda.gdc_wait()
-    weight_NF = weight + (first + n).to(tl.int64)[:, None] * F + f[None, :]
+    weight_NF = weight + part * WIDTH + (first + n).to(tl.int64)[:, None] * F + f[None, :]
     x_TF = x + part * WIDTH + t.to(tl.int64)[:, None] * stride_x + f[None, :]
     sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in range(0, WIDTH, BLOCK_F):
@@ -282,14 +285,16 @@ ONE_ROW = {
     5120: Tile(4, 4, 4),
     8192: Tile(4, 8, 2),
 }
-FEW_ROWS = {768: Tile(16, 4, 4), 2560: Tile(16, 8, 2, ahead=264), 8192: Tile(8, 8, 2)}
-# By the most rows.
+# By the most rows; then as above.
+FEW_ROWS = {
+    8: {768: Tile(16, 4, 4), 2560: Tile(16, 8, 2, ahead=264), 8192: Tile(8, 8, 2)},
+    16: {768: Tile(16, 4, 4), 2560: Tile(16, 4, 2, ahead=264), 8192: Tile(8, 8, 2)},
+}
 MANY_ROWS = {
     32: Stream(64, 128, 4, 4, 176),
     64: Stream(64, 128, 4, 3, 176),
     128: Stream(128, 64, 8, 3, 176),
 }
-FEW = 16
 MOST_COLUMNS = 8192  # that registers hold
 
 
@@ -298,8 +303,9 @@ def check(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> None:
     assert weight_DF.is_contiguous() and weight_DF.shape[1] == x_TF.shape[1]
 
 
-def _tile_of(tiles: dict[int, Tile], columns: int) -> Tile:
-    return next(tile for most, tile in tiles.items() if columns <= most)
+def _first(table: dict[int, V], size: int) -> V:
+    """What the table has for the least of its bounds that `size` keeps to."""
+    return next(value for most, value in table.items() if size <= most)
 
 
 def one_row(
@@ -319,7 +325,7 @@ def one_row(
     check(row_TD, weight_DF)
     assert norm_D is None or norm_D.is_contiguous() and norm_D.shape == row_TD.shape[1:]
     rows, columns = weight_DF.shape
-    tile = tile or _tile_of(ONE_ROW, columns)
+    tile = tile or _first(ONE_ROW, columns)
     out_TD = None
     if h_TD is not None and x_TD is not None:
         assert x_TD.shape == h_TD.shape and x_TD.stride(1) == 1 and x_TD.dtype == h_TD.dtype
@@ -332,8 +338,7 @@ def one_row(
     _one_kernel[(triton.cdiv(rows, tile.rows),)](
         h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps, N=outputs, F=columns,
         GATED=fp32 is not None, FP32=bool(fp32), BLOCK_N=tile.rows, BLOCK_F=max(block, 32),
-        THREADS=32 * tile.warps, AHEAD=tile.ahead, num_warps=tile.warps, maxnreg=tile.registers,
-        **pdl(row_TD),
+        AHEAD=tile.ahead, num_warps=tile.warps, maxnreg=tile.registers, **pdl(row_TD),
     )  # fmt: skip
     return out_TD, y_TN
 
@@ -349,7 +354,7 @@ def few_rows(
     """The product; `fp32` not None means SwiGLU follows."""
     check(x_TF, weight_DF)
     (count, columns), rows = x_TF.shape, len(weight_DF)
-    tile = tile or _tile_of(FEW_ROWS, columns)
+    tile = tile or _first(_first(FEW_ROWS, count), columns)
     outputs = rows if fp32 is None else rows // 2
     y_TN = torch.empty(count, outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
@@ -372,7 +377,7 @@ def many_rows(
     """The product; `fp32` not None means SwiGLU follows."""
     check(x_TF, weight_DF)
     (count, columns), rows = x_TF.shape, len(weight_DF)
-    stream = stream or next(v for most, v in MANY_ROWS.items() if count <= most)
+    stream = stream or _first(MANY_ROWS, count)
     blocks = triton.cdiv(rows, stream.rows)
     parts = max(
         p
@@ -384,8 +389,7 @@ def many_rows(
     _many_kernel[(blocks, parts)](
         x_TF, weight_DF, parts_PTD, count, x_TF.stride(0), N=rows, F=columns, PARTS=parts,
         BLOCK_T=max(triton.next_power_of_2(count), 16), BLOCK_N=stream.rows,
-        BLOCK_F=stream.columns, THREADS=32 * stream.warps, num_warps=stream.warps,
-        num_stages=stream.stages, **pdl(x_TF),
+        BLOCK_F=stream.columns, num_warps=stream.warps, num_stages=stream.stages, **pdl(x_TF),
     )  # fmt: skip
     if parts == 1 and fp32 is None:
         return parts_PTD[0]
