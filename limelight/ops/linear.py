@@ -22,8 +22,10 @@ from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
 
-def project_reference(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
-    """x W^T: [T, D]."""
+def project_reference(
+    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, following: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T: [T, D]. `following` is a weight that a later operation reads, for kernels to know."""
     return F.linear(x_TF, weight_DF)
 
 
@@ -42,6 +44,7 @@ def norm_project_reference(
     weight_ND: torch.Tensor,
     *,
     eps: float,
+    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h + x (without x: h itself), and the product [T, N] of its norm."""
     h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
@@ -76,22 +79,25 @@ def lm_head_reference(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tens
 
 
 def _product(
-    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, fp32: bool | None = None
+    x_TF: torch.Tensor,
+    weight_DF: torch.Tensor,
+    *,
+    fp32: bool | None = None,
+    following: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T; `fp32` not None means SwiGLU follows."""
-    count, columns = x_TF.shape
-    if 0 < count <= max(thin.FEW_ROWS) and columns <= thin.MOST_COLUMNS:
-        if count == 1:
-            return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
+    if len(x_TF) == 1 and x_TF.shape[1] <= thin.MOST_COLUMNS:
+        return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32, following=following)[1]
+    if thin.few_tile(*x_TF.shape) is not None:
         return thin.few_rows(x_TF, weight_DF, fp32=fp32)
-    if 0 < count <= max(thin.MANY_ROWS):
-        return thin.many_rows(x_TF, weight_DF, fp32=fp32)
     y_TD = F.linear(x_TF, weight_DF)
-    return y_TD if fp32 is None else thin.sum_parts(y_TD[None], y_TD.dtype, fp32=fp32)
+    return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
 
 
-def _launch_project(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
-    return _product(x_TF, weight_DF)
+def _launch_project(
+    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, following: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _product(x_TF, weight_DF, following=following)
 
 
 def _launch_norm(
@@ -110,9 +116,12 @@ def _norm_product(
     *,
     eps: float,
     fp32: bool | None = None,
+    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS:
-        sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
+        sum_TD, y_TN = thin.one_row(
+            h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32, following=following
+        )
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
     return h_TD, _product(y_TD, weight_ND, fp32=fp32)
@@ -125,8 +134,9 @@ def _launch_norm_project(
     weight_ND: torch.Tensor,
     *,
     eps: float,
+    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _norm_product(h_TD, x_TD, norm_D, weight_ND, eps=eps)
+    return _norm_product(h_TD, x_TD, norm_D, weight_ND, eps=eps, following=following)
 
 
 def _launch_norm_swiglu(
@@ -147,16 +157,10 @@ def _launch_swiglu_project(
     return _product(x_TD, gate_up_GD, fp32=fp32)
 
 
-# With more rows the product of so many outputs is torch's.
-LM_HEAD_ROWS = 4
-
-
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    count, columns = x_TD.shape
-    if 0 < count <= LM_HEAD_ROWS and columns <= thin.MOST_COLUMNS:
-        if count == 1:
-            return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
-        return thin.few_rows(x_TD, weight_VD, dtype=torch.float32)
+    # With more rows torch's product is as fast.
+    if len(x_TD) == 1 and x_TD.shape[1] <= thin.MOST_COLUMNS:
+        return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
     return torch.mm(x_TD, weight_VD.T, out_dtype=torch.float32)
 
 

@@ -1,13 +1,13 @@
-"""Products of up to 128 rows with a weight, which is read once: its bytes are what they cost.
+"""Products of a few rows with a weight, which is read once: its bytes are what they cost.
 
     y = x W^T, rounded once;   gated: silu(gate) * up of y = [gate, up], as `activation` rounds it
 
 One row, with its norm within: the weight waits in registers for the row and meets it on the FP32
-units. A few rows: it waits there in the order of the matrix units' operands. Many rows: tiles of it
-stream through shared memory; parts of the columns are summed by a second kernel, in their order.
+units. A few rows: it waits there in the order of the matrix units' operands.
 
-All ask for their weights before they wait for their rows. `ahead` brings the weight of the program
-so many further on to L2 too, for it may find no room until others have ended.
+Both ask for their weights before they wait for their rows. At its end a kernel of one row asks for
+a weight that a later one reads (`following`) to be brought to L2: kernels between them may leave
+the memory idle.
 """
 
 from dataclasses import dataclass
@@ -48,25 +48,20 @@ def _prefetch(weight, start, size, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_ahead(
-    weight, N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Ask for the weight of the program that is AHEAD further on, if there is one."""
-    if AHEAD and F * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
-        ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-        program = (tl.program_id(0) + AHEAD).to(tl.int64)
-        if program < tl.num_programs(0):
-            _prefetch(weight, program * ROWS * F, ROWS * F, N * F)
-            if GATED:
-                _prefetch(weight + N * F, program * ROWS * F, ROWS * F, N * F)
+def _prefetch_share(weight, SIZE: tl.constexpr):
+    """Ask for this program's share of a weight of SIZE elements."""
+    if SIZE * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        # Shares begin at multiples of 128 bytes.
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        share = tl.cdiv(tl.cdiv(SIZE, tl.num_programs(0)), LINE).to(tl.int64) * LINE
+        _prefetch(weight, tl.program_id(0) * share, share, SIZE)
 
 
 @triton.jit
 def _one_kernel(
-    h, x, norm, weight, out_h, out, eps,
+    h, x, norm, weight, out_h, out, following, eps,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    FOLLOWING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x, or the norm of h or of h + x, which the first program writes."""
     if PDL:
@@ -88,7 +83,6 @@ def _one_kernel(
             tile = tl.load(norm + c * BLOCK_F + f, mask=c * BLOCK_F + f < F, other=0.0)
             norms = norms + (tile,)  # type: ignore[assignment]
     if PDL:
-        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, AHEAD)
         tl.extra.cuda.gdc_wait()
     square = tl.zeros([BLOCK_F], tl.float32)
     for c in tl.static_range(CHUNKS):
@@ -114,6 +108,8 @@ def _one_kernel(
     if GATED:
         gate_N, up_N = tl.split(tl.reshape(y_N, [BLOCK_N // 2, 2]))
         y_N = rounded_swiglu(gate_N, up_N, FP32, out.dtype.element_ty)
+    if PDL and FOLLOWING:
+        _prefetch_share(following, FOLLOWING)
     n = tl.program_id(0) * y_N.shape[0] + tl.arange(0, y_N.shape[0])
     tl.store(out + n, y_N.to(out.dtype.element_ty), mask=n < N)
 
@@ -138,7 +134,7 @@ def _few_kernel(
     x, weight, out, rows, stride_x,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, RUN: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_T rows. Of every span of columns a warp has RUN * 32 that lie together.
 
@@ -167,7 +163,6 @@ def _few_kernel(
         tile = tl.permute(tile, [1, 2, 5, 4, 6, 3, 0])
         tiles = tiles + (tl.reshape(tile, [WARPS, RUN * 32, BLOCK_N]),)  # type: ignore[assignment]
     if PDL:
-        _prefetch_ahead(weight, N, F, GATED, BLOCK_N, AHEAD)
         tl.extra.cuda.gdc_wait()
     t, f = _places(WARPS, RUN, BLOCKS)
     x_tiles = ()
@@ -197,58 +192,19 @@ def _few_kernel(
 
 
 @triton.jit
-def _many_kernel(
-    x, weight, out, rows, stride_x,
-    N: tl.constexpr, F: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
+def _swiglu_kernel(
+    gate_up, out, N, FP32: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Up to BLOCK_T rows, BLOCK_N outputs and one of PARTS equal parts of the columns."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    WIDTH: tl.constexpr = F // PARTS
-    first, part = tl.program_id(0) * BLOCK_N, tl.program_id(1)
-    n, t, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_F)
-    if PDL:
-        # What the parts of a block read, each asks for a piece of that which lies together.
-        if F * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
-            SHARE: tl.constexpr = BLOCK_N * F // PARTS
-            _prefetch(weight, first.to(tl.int64) * F + part * SHARE, SHARE, N * F)
-        tl.extra.cuda.gdc_wait()
-    weight_NF = weight + part * WIDTH + (first + n).to(tl.int64)[:, None] * F + f[None, :]
-    x_TF = x + part * WIDTH + t.to(tl.int64)[:, None] * stride_x + f[None, :]
-    sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, WIDTH, BLOCK_F):
-        here, there = (first + n < N)[:, None], (t < rows)[:, None]
-        if WIDTH % BLOCK_F != 0:
-            here, there = here & (start + f < WIDTH)[None, :], there & (start + f < WIDTH)[None, :]
-        tile_NF = tl.load(weight_NF + start, mask=here, other=0.0)
-        tile_TF = tl.load(x_TF + start, mask=there, other=0.0)
-        sum_NT = tl.dot(tile_NF, tl.trans(tile_TF), sum_NT, input_precision="ieee")
-    at = (part * rows + t).to(tl.int64)[:, None] * N + (first + n)[None, :]
-    inside = (t < rows)[:, None] & (first + n < N)[None, :]
-    tl.store(out + at, tl.trans(sum_NT).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sum_kernel(
-    parts, out, size, N,
-    PARTS: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A piece of a row of the sum of the parts, which are `size` apart; then SwiGLU if GATED."""
+    """A piece of one row a program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = parts + t * (2 * N if GATED else N) + n
-    y_N, up_N = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
-    for part in tl.static_range(PARTS):
-        y_N += tl.load(at + part * size, mask=n < N, other=0.0).to(tl.float32)
-        if GATED:
-            up_N += tl.load(at + part * size + N, mask=n < N, other=0.0).to(tl.float32)
-    if GATED:
-        y_N = rounded_swiglu(y_N, up_N, FP32, out.dtype.element_ty)
-    tl.store(out + t * N + n, y_N.to(out.dtype.element_ty), mask=n < N)
+    at = gate_up + t * 2 * N + n
+    gate_N = tl.load(at, mask=n < N, other=0.0).to(tl.float32)
+    up_N = tl.load(at + N, mask=n < N, other=0.0).to(tl.float32)
+    y_N = rounded_swiglu(gate_N, up_N, FP32, out.dtype.element_ty)
+    tl.store(out + t * N + n, y_N, mask=n < N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,23 +214,11 @@ class Tile:
     rows: int  # of the weight, a program; of a gated one half as many outputs
     warps: int
     together: int  # programs on a multiprocessor, whose 64 K registers they share
-    ahead: int = 0
 
     @property
     def registers(self) -> int:
         """A thread's. The compiler fills what it is given with loads on their way."""
         return min(65536 // (32 * self.warps * self.together) // 8 * 8, 255)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """How a weight is dealt to programs that take it piece by piece."""
-
-    rows: int
-    columns: int  # of a step
-    warps: int
-    stages: int
-    programs: int  # at most, if the columns are divided
 
 
 # By the most columns.
@@ -285,15 +229,10 @@ ONE_ROW = {
     5120: Tile(4, 4, 4),
     8192: Tile(4, 8, 2),
 }
-# By the most rows; then as above.
-FEW_ROWS = {
-    8: {768: Tile(16, 4, 4), 2560: Tile(16, 8, 2, ahead=264), 8192: Tile(8, 8, 2)},
-    16: {768: Tile(16, 4, 4), 2560: Tile(16, 4, 2, ahead=264), 8192: Tile(8, 8, 2)},
-}
-MANY_ROWS = {
-    32: Stream(64, 128, 4, 4, 176),
-    64: Stream(64, 128, 4, 3, 176),
-    128: Stream(128, 64, 8, 3, 176),
+# By the most rows; then as above. The products of more rows are torch's.
+FEW_ROWS: dict[int, dict[int, Tile | None]] = {
+    8: {768: Tile(16, 4, 4), 2560: Tile(16, 4, 3), 8192: Tile(8, 8, 2)},
+    16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
 MOST_COLUMNS = 8192  # that registers hold
 
@@ -317,9 +256,11 @@ def one_row(
     eps: float = 0.0,
     fp32: bool | None = None,
     dtype: torch.dtype | None = None,
+    following: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The new h where there is a sum, and the product; `fp32` not None means SwiGLU follows."""
+    assert following is None or following.is_contiguous()
     row_TD = x_TD if h_TD is None else h_TD
     assert row_TD is not None and (norm_D is None) == (h_TD is None)
     check(row_TD, weight_DF)
@@ -336,9 +277,10 @@ def one_row(
     span, most = columns & -columns, 256 * tile.warps
     block = min(span if span >= 256 else triton.next_power_of_2(columns), most)
     _one_kernel[(triton.cdiv(rows, tile.rows),)](
-        h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps, N=outputs, F=columns,
+        h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, following, eps, N=outputs, F=columns,
         GATED=fp32 is not None, FP32=bool(fp32), BLOCK_N=tile.rows, BLOCK_F=max(block, 32),
-        AHEAD=tile.ahead, num_warps=tile.warps, maxnreg=tile.registers, **pdl(row_TD),
+        FOLLOWING=0 if following is None else following.numel(),
+        num_warps=tile.warps, maxnreg=tile.registers, **pdl(row_TD),
     )  # fmt: skip
     return out_TD, y_TN
 
@@ -354,59 +296,34 @@ def few_rows(
     """The product; `fp32` not None means SwiGLU follows."""
     check(x_TF, weight_DF)
     (count, columns), rows = x_TF.shape, len(weight_DF)
-    tile = tile or _first(_first(FEW_ROWS, count), columns)
+    tile = tile or few_tile(count, columns)
+    assert tile is not None
     outputs = rows if fp32 is None else rows // 2
     y_TN = torch.empty(count, outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
     _few_kernel[(triton.cdiv(rows, tile.rows),)](
         x_TF, weight_DF, y_TN, count, x_TF.stride(0), N=outputs, F=columns,
         GATED=fp32 is not None, FP32=bool(fp32), BLOCK_T=max(triton.next_power_of_2(count), 8),
-        BLOCK_N=tile.rows, WARPS=tile.warps, RUN=run & -run, AHEAD=tile.ahead,
+        BLOCK_N=tile.rows, WARPS=tile.warps, RUN=run & -run,
         num_warps=tile.warps, maxnreg=tile.registers, **pdl(x_TF),
     )  # fmt: skip
     return y_TN
 
 
-def many_rows(
-    x_TF: torch.Tensor,
-    weight_DF: torch.Tensor,
-    *,
-    fp32: bool | None = None,
-    stream: Stream | None = None,
-) -> torch.Tensor:
-    """The product; `fp32` not None means SwiGLU follows."""
-    check(x_TF, weight_DF)
-    (count, columns), rows = x_TF.shape, len(weight_DF)
-    stream = stream or _first(MANY_ROWS, count)
-    blocks = triton.cdiv(rows, stream.rows)
-    parts = max(
-        p
-        for p in range(1, 17)
-        if p == 1 or columns % (p * stream.columns) == 0 and p * blocks <= stream.programs
-    )
-    dtype = x_TF.dtype if parts == 1 else torch.float32
-    parts_PTD = x_TF.new_empty(parts, count, rows, dtype=dtype)
-    _many_kernel[(blocks, parts)](
-        x_TF, weight_DF, parts_PTD, count, x_TF.stride(0), N=rows, F=columns, PARTS=parts,
-        BLOCK_T=max(triton.next_power_of_2(count), 16), BLOCK_N=stream.rows,
-        BLOCK_F=stream.columns, num_warps=stream.warps, num_stages=stream.stages, **pdl(x_TF),
-    )  # fmt: skip
-    if parts == 1 and fp32 is None:
-        return parts_PTD[0]
-    return sum_parts(parts_PTD, x_TF.dtype, fp32=fp32)
+def few_tile(count: int, columns: int) -> Tile | None:
+    """The tile for a few rows; None where torch's product is as good."""
+    if not 0 < count <= max(FEW_ROWS) or columns > MOST_COLUMNS:
+        return None
+    return _first(_first(FEW_ROWS, count), columns)
 
 
-def sum_parts(
-    parts_PTD: torch.Tensor, dtype: torch.dtype, *, fp32: bool | None = None
-) -> torch.Tensor:
-    """The sum over the parts, rounded to `dtype`; `fp32` not None means SwiGLU follows."""
-    assert parts_PTD.is_contiguous()
-    parts, count, rows = parts_PTD.shape
-    outputs = rows if fp32 is None else rows // 2
-    y_TN = parts_PTD.new_empty(count, outputs, dtype=dtype)
-    block = 512 if count <= max(MANY_ROWS) else 1024
-    _sum_kernel[(count, triton.cdiv(outputs, block))](
-        parts_PTD, y_TN, count * rows, outputs, PARTS=parts, GATED=fp32 is not None,
-        FP32=bool(fp32), BLOCK_N=block, num_warps=4, **pdl(parts_PTD),
-    )  # fmt: skip
+def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:
+    """SwiGLU of rows [gate, up]."""
+    assert gate_up_TG.is_contiguous()
+    count, outputs = len(gate_up_TG), gate_up_TG.shape[1] // 2
+    y_TN = gate_up_TG.new_empty(count, outputs)
+    if count:
+        _swiglu_kernel[(count, triton.cdiv(outputs, 1024))](
+            gate_up_TG, y_TN, outputs, FP32=fp32, BLOCK_N=1024, num_warps=4, **pdl(gate_up_TG)
+        )
     return y_TN
