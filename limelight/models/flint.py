@@ -88,18 +88,17 @@ class Attention(nn.Module):
         x_TD: torch.Tensor | None,
         turn: Rotation,
         batch: Batch,
-        following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, qkv_TN = linear.norm_project(
             h_TD, x_TD, self.norm.weight, self.qkv.weight,
-            eps=self.norm.eps, following=self.o.weight,
+            eps=self.norm.eps,
         )  # fmt: skip
         out_TN = batch.attend(
             self.layer, qkv_TN, self.qk_norm.weight_2C,
             heads=self.qk_norm.heads, window=self.window, scale=self.scale,
             turn=None if self.window is None else turn, sinks_H=self.sinks.value_H,
         )  # fmt: skip
-        return h_TD, self.o(out_TN, following=following)
+        return h_TD, self.o(out_TN)
 
     def targets(self, prefix: str) -> Targets:
         return (
@@ -114,7 +113,7 @@ class DenseFeedForward(nn.Module):
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
-        self.first = self.mlp = SwiGLU(config.hidden_size, config.inner_size, place, fp32=False)
+        self.mlp = SwiGLU(config.hidden_size, config.inner_size, place, fp32=False)
 
     def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, inner_TF = linear.norm_swiglu(
@@ -136,8 +135,7 @@ class SparseFeedForward(nn.Module):
         self.experts = Experts(
             config.num_experts, size, config.expert_inner_size, place, fp32=False
         )
-        # The first of its weights that are read whatever the router says.
-        self.first = self.shared = SwiGLU(size, config.shared_inner_size, place, fp32=False)
+        self.shared = SwiGLU(size, config.shared_inner_size, place, fp32=False)
 
     def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
@@ -164,8 +162,7 @@ class Layer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        following = self.feed_forward.first.gate_up.weight
-        h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch, following)
+        h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
         return self.feed_forward(h_TD, x_TD)
 
     def targets(self, prefix: str) -> Targets:

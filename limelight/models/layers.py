@@ -120,9 +120,8 @@ class ColumnParallelLinear(nn.Module):
         self.parts = parts
         self.weight = place.matrix(sum(part.held for part in parts), in_features)
 
-    def forward(self, x_TD: torch.Tensor, *, following: torch.Tensor | None = None) -> torch.Tensor:
-        """`following` is a weight that a later operation reads."""
-        return linear.project(x_TD, self.weight, following=following)
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return linear.project(x_TD, self.weight)
 
     def targets(self, prefix: str) -> Targets:
         rows = self.weight.split([part.held for part in self.parts])
@@ -142,9 +141,8 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.take, self.mesh = in_features, take, place.mesh
         self.weight = place.matrix(out_features, take.stop - take.start)
 
-    def forward(self, x_TF: torch.Tensor, *, following: torch.Tensor | None = None) -> torch.Tensor:
-        """`following` is a weight that a later operation reads."""
-        return all_reduce(linear.project(x_TF, self.weight, following=following), self.mesh)
+    def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
+        return all_reduce(linear.project(x_TF, self.weight), self.mesh)
 
     def targets(self, prefix: str) -> Targets:
         shape = (self.weight.shape[0], self.in_features)

@@ -22,10 +22,8 @@ from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
 
-def project_reference(
-    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, following: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x W^T: [T, D]. `following` is a weight that a later operation reads, for kernels to know."""
+def project_reference(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+    """x W^T: [T, D]."""
     return F.linear(x_TF, weight_DF)
 
 
@@ -44,7 +42,6 @@ def norm_project_reference(
     weight_ND: torch.Tensor,
     *,
     eps: float,
-    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h + x (without x: h itself), and the product [T, N] of its norm."""
     h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
@@ -83,21 +80,18 @@ def _product(
     weight_DF: torch.Tensor,
     *,
     fp32: bool | None = None,
-    following: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T; `fp32` not None means SwiGLU follows."""
     if len(x_TF) == 1 and x_TF.shape[1] <= thin.MOST_COLUMNS:
-        return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32, following=following)[1]
+        return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
     if thin.few_tile(*x_TF.shape) is not None:
         return thin.few_rows(x_TF, weight_DF, fp32=fp32)
     y_TD = F.linear(x_TF, weight_DF)
     return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
 
 
-def _launch_project(
-    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, following: torch.Tensor | None = None
-) -> torch.Tensor:
-    return _product(x_TF, weight_DF, following=following)
+def _launch_project(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+    return _product(x_TF, weight_DF)
 
 
 def _launch_norm(
@@ -116,12 +110,9 @@ def _norm_product(
     *,
     eps: float,
     fp32: bool | None = None,
-    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS:
-        sum_TD, y_TN = thin.one_row(
-            h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32, following=following
-        )
+        sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
     return h_TD, _product(y_TD, weight_ND, fp32=fp32)
@@ -134,9 +125,8 @@ def _launch_norm_project(
     weight_ND: torch.Tensor,
     *,
     eps: float,
-    following: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _norm_product(h_TD, x_TD, norm_D, weight_ND, eps=eps, following=following)
+    return _norm_product(h_TD, x_TD, norm_D, weight_ND, eps=eps)
 
 
 def _launch_norm_swiglu(

@@ -5,9 +5,7 @@
 One row, with its norm within: the weight waits in registers for the row and meets it on the FP32
 units. A few rows: it waits there in the order of the matrix units' operands.
 
-Both ask for their weights before they wait for their rows. At its end a kernel of one row asks for
-a weight that a later one reads (`following`) to be brought to L2: kernels between them may leave
-the memory idle.
+Both ask for their weights before they wait for their rows.
 """
 
 from dataclasses import dataclass
@@ -32,36 +30,10 @@ def _weight_row(i, N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(weight, start, size, SIZE: tl.constexpr):
-    """Ask for `size` elements from `start` on, of SIZE, to be brought to L2; one thread does."""
-    BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    # The instruction counts 16 bytes, in 16 bits.
-    count = tl.minimum(tl.minimum(size, SIZE - start) * BYTES, 1 << 19).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred some, first; .reg .u32 thread;
-            mov.u32 thread, %tid.x; setp.gt.s32 some, $2, 0; setp.eq.and.u32 first, thread, 0, some;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [(weight + start).to(tl.int64), count], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _prefetch_share(weight, SIZE: tl.constexpr):
-    """Ask for this program's share of a weight of SIZE elements."""
-    if SIZE * weight.dtype.element_ty.primitive_bitwidth % 128 == 0:
-        # Shares begin at multiples of 128 bytes.
-        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        share = tl.cdiv(tl.cdiv(SIZE, tl.num_programs(0)), LINE).to(tl.int64) * LINE
-        _prefetch(weight, tl.program_id(0) * share, share, SIZE)
-
-
-@triton.jit
 def _one_kernel(
-    h, x, norm, weight, out_h, out, following, eps,
+    h, x, norm, weight, out_h, out, eps,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
-    FOLLOWING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row x, or the norm of h or of h + x, which the first program writes."""
     if PDL:
@@ -108,8 +80,6 @@ def _one_kernel(
     if GATED:
         gate_N, up_N = tl.split(tl.reshape(y_N, [BLOCK_N // 2, 2]))
         y_N = rounded_swiglu(gate_N, up_N, FP32, out.dtype.element_ty)
-    if PDL and FOLLOWING:
-        _prefetch_share(following, FOLLOWING)
     n = tl.program_id(0) * y_N.shape[0] + tl.arange(0, y_N.shape[0])
     tl.store(out + n, y_N.to(out.dtype.element_ty), mask=n < N)
 
@@ -256,11 +226,9 @@ def one_row(
     eps: float = 0.0,
     fp32: bool | None = None,
     dtype: torch.dtype | None = None,
-    following: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The new h where there is a sum, and the product; `fp32` not None means SwiGLU follows."""
-    assert following is None or following.is_contiguous()
     row_TD = x_TD if h_TD is None else h_TD
     assert row_TD is not None and (norm_D is None) == (h_TD is None)
     check(row_TD, weight_DF)
@@ -277,9 +245,8 @@ def one_row(
     span, most = columns & -columns, 256 * tile.warps
     block = min(span if span >= 256 else triton.next_power_of_2(columns), most)
     _one_kernel[(triton.cdiv(rows, tile.rows),)](
-        h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, following, eps, N=outputs, F=columns,
+        h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps, N=outputs, F=columns,
         GATED=fp32 is not None, FP32=bool(fp32), BLOCK_N=tile.rows, BLOCK_F=max(block, 32),
-        FOLLOWING=0 if following is None else following.numel(),
         num_warps=tile.warps, maxnreg=tile.registers, **pdl(row_TD),
     )  # fmt: skip
     return out_TD, y_TN

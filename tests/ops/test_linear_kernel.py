@@ -49,7 +49,7 @@ def call_of(name: str, rows: int, shape: tuple[int, int]) -> Callable[[], object
     """The call of the op that multiplies with this weight."""
     h, x, norm, weight = meta(rows, shape[1]), meta(rows, shape[1]), meta(shape[1]), meta(*shape)
     if name == "flint qkv":
-        return lambda: linear.norm_project.kernel(h, x, norm, weight, eps=EPS, following=weight)
+        return lambda: linear.norm_project.kernel(h, x, norm, weight, eps=EPS)
     if name == "flint gate_up":
         return lambda: linear.norm_swiglu.kernel(h, x, norm, weight, eps=EPS, fp32=False)
     if name == "beam gate_up":
