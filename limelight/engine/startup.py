@@ -15,10 +15,10 @@ from limelight.engine.engine import Engine
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.scheduler import Scheduler
 from limelight.models.beam import BeamConfig
-from limelight.models.config import ModelConfig
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import build, load_model, read_config
+from limelight.ops.paging import work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
@@ -98,7 +98,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
         kinds=weight_kinds(outline),
-        workspace=_workspace(config, model, dtype),
+        workspace=_workspace(config, found),
         block=block,
         groups=groups,
         num_blocks=0,
@@ -109,14 +109,21 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
 
 
-def _workspace(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def _workspace(config: EngineConfig, found: Resolved) -> int:
     """An upper bound of what one step holds beside weights and cache."""
+    model = found.shape
     width = 8 * model.hidden_size + 6 * max(
         model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
     )
     tokens = min(config.max_num_batched_tokens, model.max_positions)
     logits = 3 * 4 * model.vocab_size * max(config.max_num_seqs, 256)
-    return 4 * tokens * width + logits
+    if found.device.type == "cuda":
+        return found.dtype.itemsize * tokens * width + logits
+    attention = work_space(
+        max_len=found.max_model_len,
+        heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+    )  # fmt: skip
+    return 4 * tokens * width + logits + attention
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
