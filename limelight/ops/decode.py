@@ -8,10 +8,16 @@ with s_j = q k_j * scale. A second kernel takes the parts of a query head togeth
 
     M = max(m, sink);   out = sum exp(m - M) a / (sum exp(m - M) l + exp(sink - M))
 
-and applies the gate. The first kernel can take queries, keys and values fresh from the projection:
-then it prepares them as `rope.prepare` does, and the new tokens are a part of their own, whose
-program writes them into the cache. How many parts there may be depends on shapes alone, so that
-a CUDA graph can be replayed; how many there are, on the lengths that the device reads.
+and applies the gate; where one part is enough, the first kernel does all that itself. It can take
+queries, keys and values fresh from the projection: then it prepares them as `rope.prepare` does,
+and the last part, or one of their own, has the new tokens, which its program writes into the
+cache. How many parts there may be depends on shapes alone, so that a CUDA graph can be replayed;
+how many there are, on the lengths that the device reads.
+
+The kernels begin before those ahead of them in the stream have ended. They rely on this: the
+tensors of a layout, and the keys and values of all tokens before a step's own, are complete before
+the step's first kernel begins (between steps a copy to the device, or the start of a graph, waits
+for everything before it). Only what this step's kernels make is waited for.
 """
 
 from dataclasses import dataclass
@@ -23,7 +29,15 @@ import triton.language as tl
 from limelight.ops import pdl
 from limelight.ops.activation import gated
 from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
-from limelight.ops.rope import Heads, Rotation, angles, check_preparation, prepared, row_of
+from limelight.ops.rope import (
+    Heads,
+    Rotation,
+    angles,
+    check_preparation,
+    prepared,
+    rounds_products,
+    row_of,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The score of a hidden key: so low that its weight is zero, and finite.
@@ -31,22 +45,41 @@ HIDDEN = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def locate(table, at, end, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """The slots of KEYS positions from `at` on; what is at `end` or behind it means nothing."""
-    key_L = at + tl.arange(0, KEYS)
-    return tl.load(table + key_L // SIZE, mask=key_L < end, other=0) * SIZE + key_L % SIZE
+def locate(
+    table, at, end, SIZE: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """The slots of KEYS positions from `at`, a `block_start`; what is not before `end` means
+    nothing."""
+    key_L = tl.arange(0, KEYS)
+    real_L = key_L < end - at
+    # Spelled so that the compiler sees which of a thread's keys share a block.
+    if KEYS % SIZE == 0:
+        table += at // SIZE
+    else:
+        key_L += at
+    return tl.load(table + key_L // SIZE, mask=real_L, other=0) * SIZE + key_L % SIZE
+
+
+@triton.jit
+def block_start(at, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Where a tile that begins at `at` or before it is made of whole blocks, if tiles can be."""
+    return at // SIZE * SIZE if KEYS % SIZE == 0 else at
 
 
 @triton.jit
 def fetch(
-    pairs, slot_L, kv, at, end, half_stride,
+    pairs, slot_L, kv, at, first, end, half_stride,
     KV_HEADS: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Keys [C, KEYS] and values of the positions from `at` on; not `ALL`: zeros from `end` on."""
+    """Keys [C, KEYS] and values of the positions from `at` on.
+
+    Not `ALL`: zeros before `first` and from `end` on.
+    """
     # A stride of 64 bits comes with slots that need them.
     first_L1 = slot_L.to(half_stride.dtype)[:, None] * C
     key_LC = pairs + kv * half_stride + (first_L1 + tl.arange(0, C))
-    real_L1 = None if ALL else (at + tl.arange(0, KEYS) < end)[:, None]
+    key_L = at + tl.arange(0, KEYS)
+    real_L1 = None if ALL else ((key_L >= first) & (key_L < end))[:, None]
     zero = None if ALL else 0.0
     k_LC = tl.load(key_LC, mask=real_L1, other=zero)
     v_LC = tl.load(key_LC + KV_HEADS * half_stride, mask=real_L1, other=zero)
@@ -60,17 +93,17 @@ def absorb(
 ):  # fmt: skip
     """m, l and a after the keys from `at` on, of which the queries see some or `ALL`.
 
-    `scale` is for exp2.
+    `scale` is for exp2, and positive: the highest score is the highest product.
     """
-    s_RL = tl.dot(q_RC, k_CL.to(q_RC.dtype), input_precision="ieee") * scale
+    s_RL = tl.dot(q_RC, k_CL.to(q_RC.dtype), input_precision="ieee")
     if not ALL:
         key_L = at + tl.arange(0, KEYS)
         seen_RL = (key_L < end)[None, :] & (key_L[None, :] <= position_R[:, None])
         if WINDOW is not None:
             seen_RL = seen_RL & (key_L[None, :] > position_R[:, None] - WINDOW)
         s_RL = tl.where(seen_RL, s_RL, HIDDEN)
-    new_R = tl.maximum(m_R, tl.max(s_RL, axis=1))
-    p_RL = tl.exp2(s_RL - new_R[:, None])
+    new_R = tl.maximum(m_R, tl.max(s_RL, axis=1) * scale)
+    p_RL = tl.exp2(s_RL * scale - new_R[:, None])
     shrink_R = tl.exp2(m_R - new_R)
     l_R = l_R * shrink_R + tl.sum(p_RL, axis=1)
     v_LC = v_LC.to(q_RC.dtype)
@@ -79,25 +112,42 @@ def absorb(
 
 
 @triton.jit
+def end_with(
+    out, a_RC, l_R, t_R1, head, real_R1, gate, bias, gate_stride,
+    HEADS: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Write the sums over all keys, divided and gated, as the result."""
+    at_RC = head[:, None] * C + tl.arange(0, C)
+    out_RC = (a_RC / tl.where(l_R > 0.0, l_R, 1.0)[:, None]).to(out.dtype.element_ty)
+    if GATE:
+        gate_RC = tl.load(gate + t_R1 * gate_stride + at_RC, mask=real_R1, other=0.0)
+        out_RC = gated(out_RC, gate_RC, tl.load(bias + head).to(tl.float32)[:, None])
+    tl.store(out + t_R1 * HEADS * C + at_RC, out_RC, mask=real_R1)
+
+
+@triton.jit
 def _raw(row_R1, real_R1, t_R, cos, sin, C: tl.constexpr, TURN: tl.constexpr):
     """Heads [R, C] from the projection, and what turns them: their swapped halves and angles."""
     c = tl.arange(0, C)
-    x_RC = tl.load(row_R1 + c, mask=real_R1, other=0.0)
-    swapped_RC, cos_RC, sin_RC = x_RC, x_RC, x_RC
+    # What is needed last is loaded first: the compiler lets the others wait for the first use.
     if TURN:
-        swapped_RC = tl.load(row_R1 + (c + C // 2) % C, mask=real_R1, other=0.0)
         cos_RC = tl.load(cos + t_R[:, None] * C + c, mask=real_R1, other=0.0).to(tl.float32)
         sin_RC = tl.load(sin + t_R[:, None] * C + c, mask=real_R1, other=0.0).to(tl.float32)
+        swapped_RC = tl.load(row_R1 + (c + C // 2) % C, mask=real_R1, other=0.0)
+    x_RC = tl.load(row_R1 + c, mask=real_R1, other=0.0)
+    if not TURN:
+        swapped_RC, cos_RC, sin_RC = x_RC, x_RC, x_RC
     return x_RC, swapped_RC, cos_RC, sin_RC
 
 
 @triton.jit
 def _cut(
-    seq_lens, starts, b, splits, least,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr,
+    seq_lens, starts, b, splits, least, SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Of sequence b: its first query, queries, and length; the first key that any of its queries
-    sees, the keys behind it in the cache, the tiles of keys a part, and the parts."""
+    sees, the end of those in the cache, and the tiles of keys a part; the parts with keys from the
+    cache, and all parts."""
     start, length = tl.load(starts + b), tl.load(seq_lens + b)
     queries = tl.load(starts + b + 1) - start
     first = tl.zeros_like(length)
@@ -106,92 +156,88 @@ def _cut(
     cached = length
     if FRESH:
         cached = length - queries
-    tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
+    tiles = tl.cdiv(tl.maximum(cached - block_start(first, SIZE, KEYS), 0), KEYS)
     each = tl.maximum(tl.cdiv(tiles, splits), least)
-    return start, queries, length, first, cached, each, tl.cdiv(tiles, each)
+    used = tl.cdiv(tiles, each)
+    count = used + 1 if APART else tl.maximum(used, 1)
+    return start, queries, length, first, cached, each, used, count
 
 
 # Numbers that differ from batch to batch must not be compiled in.
 @triton.jit(do_not_specialize=["table_stride", "splits", "least", "parts"])
 def _split_kernel(
     q, pairs, tables, rows, seq_lens, starts, slots, weight, cos, sin, ssmax, sums, stats,
-    q_stride, table_stride, half_stride, splits, least, parts, scale, eps,
+    sinks, gate, bias, out,
+    q_stride, table_stride, half_stride, gate_stride, splits, least, parts, scale, eps,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    KEYS: tl.constexpr, FRESH: tl.constexpr, NEW: tl.constexpr, TURN: tl.constexpr,
-    ROUND: tl.constexpr, SSMAX: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr, NEW: tl.constexpr,
+    TURN: tl.constexpr, ROUND: tl.constexpr, SSMAX: tl.constexpr, WHOLE: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of a sequence's keys for queries of one KV head; grid (part and rows, K, B)."""
+    """One part of a sequence's keys for queries of one KV head; grid (part and rows, K, B).
+
+    `WHOLE`: the part holds all keys, and its program writes the result.
+    """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     dtype: tl.constexpr = q.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    c = tl.arange(0, C)
-    if FRESH:
-        weight_RC, swapped_weight_RC = row_of(weight, ROWS, C), row_of(weight, ROWS, C, SWAP=True)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     part, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
-    start, queries, length, first, cached, each, used = _cut(
-        seq_lens, starts, b, splits, least, WINDOW, KEYS, FRESH
+    start, queries, length, first, cached, each, used, count = _cut(
+        seq_lens, starts, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART
     )
-    # The part of the new tokens comes last.
-    old = part < used
-    if (length > 0) & (part < used + FRESH) & (tile * ROWS < queries * GROUP):
-        begin = first + part * each * KEYS
-        end = tl.where(old, tl.minimum(begin + each * KEYS, cached), begin)
-        # All loads are on their way before the first is waited for.
-        slot_L = locate(table, begin, end, SIZE, KEYS)
-        # A row is one of the KV head's query heads in one of the queries.
-        r = tile * ROWS + tl.arange(0, ROWS)
-        i, head = r // GROUP, kv * GROUP + r % GROUP
-        real_R1, t_R = (i < queries)[:, None], (start + i).to(tl.int64)
-        row_R1 = q + t_R[:, None] * q_stride + head[:, None] * C
-        q_RC, swapped_RC, cos_RC, sin_RC = _raw(row_R1, real_R1, t_R, cos, sin, C, TURN)
-        ssmax_R = tl.full((ROWS,), 1.0, tl.float32)
-        if SSMAX:
-            ssmax_R = tl.load(ssmax + t_R, mask=i < queries, other=0.0)
-        k_CL, v_LC = fetch(pairs, slot_L, kv, begin, end, half_stride, KV_HEADS, C, KEYS, False)
-        if FRESH:
-            q_RC = prepared(
-                q_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC,
-                ssmax_R, eps, C, TURN, ROUND, SSMAX, dtype,
-            )  # fmt: skip
-
-        m_R = tl.full((ROWS,), HIDDEN, tl.float32)
-        l_R = tl.zeros((ROWS,), tl.float32)
-        a_RC = tl.zeros((ROWS, C), tl.float32)
-        position_R = length - queries + i
-        if old:
-            m_R, l_R, a_RC = absorb(
-                q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, KEYS, False,
-            )  # fmt: skip
-            slot_L = locate(table, begin + KEYS, end, SIZE, KEYS)
-            for at in tl.range(begin + KEYS, end, KEYS):
-                k_CL, v_LC = fetch(
-                    pairs, slot_L, kv, at, end, half_stride, KV_HEADS, C, KEYS, False
-                )  # fmt: skip
-                # A step ahead, so that keys and values can be copied several ahead.
-                slot_L = locate(table, at + KEYS, end, SIZE, KEYS)
-                m_R, l_R, a_RC = absorb(
-                    q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-                    WINDOW, KEYS, False,
-                )  # fmt: skip
-        elif FRESH:
-            e = tl.arange(0, NEW)
-            real_E1, t_E = (e < queries)[:, None], (start + e).to(tl.int64)
-            row_E1 = q + t_E[:, None] * q_stride + (HEADS + kv) * C
-            k_EC, swapped_EC, cos_EC, sin_EC = _raw(row_E1, real_E1, t_E, cos, sin, C, TURN)
-            v_EC = tl.load(row_E1 + KV_HEADS * C + c, mask=real_E1, other=0.0)
+    some = (length > 0) & (tile * ROWS < queries * GROUP)
+    old, new = some & (part < used), some & (part == count - 1) & FRESH
+    # Who has nothing to do makes room; but the first must not let the grid end too early.
+    if (tl.program_id(0) > 0) & ~(old | new | WHOLE):
+        return
+    begin = block_start(first, SIZE, KEYS) + part * each * KEYS
+    end = tl.where(old, tl.minimum(begin + each * KEYS, cached), begin)
+    slot_L = locate(table, begin, end, SIZE, KEYS)
+    # A row is one of the KV head's query heads in one of the queries.
+    r = tile * ROWS + tl.arange(0, ROWS)
+    i, head = r // GROUP, kv * GROUP + r % GROUP
+    real_R1, t_R = (i < queries)[:, None], (start + i).to(tl.int64)
+    c, e = tl.arange(0, C), tl.arange(0, NEW)
+    real_E1, t_E = ((e < queries) & new)[:, None], (start + e).to(tl.int64)
+    if FRESH:
+        slot_E = tl.load(slots + t_E, mask=(e < queries) & new & (tile == 0), other=-1)
+        weight_RC, swapped_weight_RC = row_of(weight, ROWS, C), row_of(weight, ROWS, C, SWAP=True)
+        weight_EC = row_of(weight + C, NEW, C)
+        swapped_weight_EC = row_of(weight + C, NEW, C, SWAP=True)
+        k_CL, v_LC = fetch(
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, C, KEYS, False
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if FRESH:
+        row_E1 = q + t_E[:, None] * q_stride + (HEADS + kv) * C
+        v_EC = tl.load(row_E1 + KV_HEADS * C + c, mask=real_E1, other=0.0)
+        k_EC, swapped_EC, cos_EC, sin_EC = _raw(row_E1, real_E1, t_E, cos, sin, C, TURN)
+    row_R1 = q + t_R[:, None] * q_stride + head[:, None] * C
+    q_RC, swapped_RC, cos_RC, sin_RC = _raw(row_R1, real_R1, t_R, cos, sin, C, TURN)
+    ssmax_R = tl.full((ROWS,), 1.0, tl.float32)
+    if SSMAX:
+        ssmax_R = tl.load(ssmax + t_R, mask=i < queries, other=0.0)
+    m_R, l_R = tl.full((ROWS,), HIDDEN, tl.float32), tl.zeros((ROWS,), tl.float32)
+    if WHOLE and SINKS:
+        m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
+    a_RC = tl.zeros((ROWS, C), tl.float32)
+    position_R = length - queries + i
+    if FRESH:
+        q_RC = prepared(
+            q_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC,
+            ssmax_R, eps, C, TURN, ROUND, SSMAX, dtype,
+        )  # fmt: skip
+        if new:
             k_EC = prepared(
-                k_EC, swapped_EC, row_of(weight + C, NEW, C), row_of(weight + C, NEW, C, SWAP=True),
-                cos_EC, sin_EC, 1.0, eps, C, TURN, ROUND, False, dtype,
+                k_EC, swapped_EC, weight_EC, swapped_weight_EC, cos_EC, sin_EC,
+                1.0, eps, C, TURN, ROUND, False, dtype,
             ).to(pairs.dtype.element_ty)  # fmt: skip
             v_EC = v_EC.to(pairs.dtype.element_ty)
-            slot_E = tl.load(slots + t_E, mask=(e < queries) & (tile == 0), other=-1)
             to_EC = pairs + kv * half_stride + slot_E[:, None] * C + c
             tl.store(to_EC, k_EC, mask=(slot_E >= 0)[:, None])
             tl.store(to_EC + KV_HEADS * half_stride, v_EC, mask=(slot_E >= 0)[:, None])
@@ -199,6 +245,29 @@ def _split_kernel(
                 q_RC, tl.trans(k_EC), v_EC, cached, length, position_R, m_R, l_R, a_RC, scale,
                 WINDOW, NEW, False,
             )  # fmt: skip
+    else:
+        k_CL, v_LC = fetch(
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, C, KEYS, False
+        )
+    if old:
+        m_R, l_R, a_RC = absorb(
+            q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale, WINDOW, KEYS, False
+        )
+        slot_L = locate(table, begin + KEYS, end, SIZE, KEYS)
+        for at in tl.range(begin + KEYS, end, KEYS):
+            k_CL, v_LC = fetch(
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, False
+            )
+            # A step ahead, so that keys and values can be copied several ahead.
+            slot_L = locate(table, at + KEYS, end, SIZE, KEYS)
+            m_R, l_R, a_RC = absorb(
+                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale, WINDOW, KEYS, False
+            )
+    if WHOLE:
+        end_with(
+            out, a_RC, l_R, t_R[:, None], head, real_R1, gate, bias, gate_stride, HEADS, C, GATE
+        )
+    else:
         to_R = ((b * QUERIES + i).to(tl.int64) * HEADS + head) * parts + part
         tl.store(sums + to_R[:, None] * C + c, a_RC, mask=real_R1)
         tl.store(stats + to_R * 2, m_R, mask=i < queries)
@@ -208,9 +277,10 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["splits", "least", "parts"])
 def _combine_kernel(
     sums, stats, seq_lens, starts, sinks, gate, bias, out, gate_stride, splits, least, parts,
-    HEADS: tl.constexpr, C: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, FRESH: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one head of one query; grid (query, head and channels, B)."""
     if PDL:
@@ -222,62 +292,71 @@ def _combine_kernel(
         top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 1.0
     if GATE:
         bias_value = tl.load(bias + head).to(tl.float32)
+    i, b = tl.program_id(0), tl.program_id(2)
+    start, queries, length, _first, _cached, _each, _used, count = _cut(
+        seq_lens, starts, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
-    i, b = tl.program_id(0), tl.program_id(2)
-    start, queries, length, _first, _cached, _each, used = _cut(
-        seq_lens, starts, b, splits, least, WINDOW, KEYS, FRESH
-    )
     if i < queries:
-        used = tl.where(length > 0, used + FRESH, 0)
+        count = tl.where(length > 0, count, 0)
+        t = (start + i).to(tl.int64)
+        if GATE:
+            gate_C = tl.load(gate + t * gate_stride + head * C + c)
         from_ = ((b * QUERIES + i).to(tl.int64) * HEADS + head) * parts
         a_C = tl.zeros((BLOCK_C,), tl.float32)
-        for at in tl.range(0, used, BLOCK_P):
+        for at in tl.range(0, count, BLOCK_P):
             p = at + tl.arange(0, BLOCK_P)
-            m_P = tl.load(stats + (from_ + p) * 2, mask=p < used, other=HIDDEN)
-            l_P = tl.load(stats + (from_ + p) * 2 + 1, mask=p < used, other=0.0)
-            a_PC = tl.load(sums + (from_ + p)[:, None] * C + c, mask=(p < used)[:, None], other=0.0)
+            # First, for the compiler would let it wait for the maximum.
+            a_PC = tl.load(
+                sums + (from_ + p)[:, None] * C + c, mask=(p < count)[:, None], other=0.0
+            )
+            m_P = tl.load(stats + (from_ + p) * 2, mask=p < count, other=HIDDEN)
+            l_P = tl.load(stats + (from_ + p) * 2 + 1, mask=p < count, other=0.0)
             new = tl.maximum(top, tl.max(m_P, axis=0))
             weight_P, shrink = tl.exp2(m_P - new), tl.exp2(top - new)
             total = total * shrink + tl.sum(weight_P * l_P, axis=0)
             a_C = a_C * shrink + tl.sum(weight_P[:, None] * a_PC, axis=0)
             top = new
         out_C = (a_C / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty)
-        t = (start + i).to(tl.int64)
         if GATE:
-            gate_C = tl.load(gate + t * gate_stride + head * C + c)
             out_C = gated(out_C, gate_C, bias_value)
         tl.store(out + (t * HEADS + head) * C + c, out_C)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How keys are cut: keys at once, the most parts, the least tiles of keys in a part."""
+    """How keys are cut: keys at once, the most parts, the least tiles of keys in a part.
+
+    `apart`: new tokens are a part of their own; else they make the last part longer.
+    """
 
     keys: int
     splits: int
     least: int
     warps: int = 4
     stages: int = 3
+    apart: bool = False
 
 
 # By the most pairs of a sequence and a KV head: many of them fill a GPU without many parts each,
-# and short sequences need few parts, however many their long neighbours are cut into.
+# and short sequences need few parts, however many their long neighbours are cut into. With the
+# part of the new tokens they are a power of two: so many are read at once.
 FULL = {
-    2: Tile(64, 128, 1),
-    8: Tile(64, 64, 1),
-    64: Tile(64, 32, 2),
-    256: Tile(64, 16, 8),
-    2**31: Tile(64, 4, 16),
+    2: Tile(64, 255, 1, stages=4, apart=True),
+    8: Tile(64, 63, 1, stages=4, apart=True),
+    64: Tile(64, 31, 2, apart=True),
+    256: Tile(64, 32, 8),
+    2**31: Tile(64, 8, 8),
 }
 WINDOW = {
-    8: Tile(32, 32, 1),
-    64: Tile(64, 8, 2),
-    256: Tile(64, 2, 4),
+    8: Tile(32, 31, 1, apart=True),
+    64: Tile(32, 15, 2, apart=True),
     2**31: Tile(64, 1, 1),
 }
 # Rows of queries and heads in a program, at most; with many of them it takes more warps.
 MOST_ROWS = 128
+SUMS_OF_A_WARP = 2048
 
 
 def tile_of(pairs: int, *, window: int | None) -> Tile:
@@ -338,36 +417,49 @@ def launch(
     group, few = heads // kv_heads, layout.few
     rows = min(max(16, triton.next_power_of_2(group * queries)), MOST_ROWS)
     tile = tile or tile_of(few * kv_heads, window=layout.window)
-    parts = tile.splits + (fresh is not None)
-    sums, stats = (
-        torch.empty(few * queries, heads, parts, n, dtype=torch.float32, device=q_TN.device)
-        for n in (head_dim, 2)
-    )
+    # The more queries, the more sums a part leaves behind.
+    whole, least = tile.splits == 1, max(tile.least, queries // 2)
+    apart = tile.apart and fresh is not None and not whole
+    parts = tile.splits + apart
+    sums, stats = None, None
+    if not whole:
+        sums, stats = (
+            torch.empty(few * queries, heads, parts, n, dtype=torch.float32, device=q_TN.device)
+            for n in (head_dim, 2)
+        )
     weight_2C, turn, ssmax_T, eps = None, None, None, 0.0
     if fresh is not None:
         weight_2C, turn, ssmax_T = fresh.weight_2C, fresh.turn, fresh.ssmax_T
         eps = fresh.heads.eps
         check_preparation(weight_2C, cache, turn, ssmax_T, heads=fresh.heads, tokens=len(out_THC))
-    pieces = triton.cdiv(group * queries, rows)
+    pieces, rounds = triton.cdiv(group * queries, rows), rounds_products(turn, q_TN)
     common = {
-        "C": head_dim, "WINDOW": layout.window, "QUERIES": queries, "KEYS": tile.keys,
-        "FRESH": fresh is not None, **pdl(q_TN),
+        "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
+        "KEYS": tile.keys, "FRESH": fresh is not None, "APART": apart,
+        **end.options, **pdl(q_TN),
     }  # fmt: skip
     _split_kernel[(parts * pieces, kv_heads, few)](
         q_TN, cache.pairs_2KSC, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, layout.slots_T, weight_2C, *angles(turn), ssmax_T, sums, stats,
-        q_TN.stride(0), layout.tables_SN.stride(0), cache.pairs_2KSC.stride(1),
-        tile.splits, tile.least, parts, scale * LOG2E.value, eps,
-        GROUP=group, KV_HEADS=kv_heads, SIZE=layout.block_size, ROWS=rows, TILES=pieces,
-        NEW=max(16, queries), TURN=turn is not None,
-        ROUND=turn is not None and turn.cos.dtype == q_TN.dtype, SSMAX=ssmax_T is not None,
-        num_warps=tile.warps if rows < 64 else 8, num_stages=tile.stages, **common,
+        *end.arguments, out_THC,
+        q_TN.stride(0), layout.tables_SN.stride(0), cache.pairs_2KSC.stride(1), end.gate_stride,
+        tile.splits, least, parts, scale * LOG2E.value, eps,
+        GROUP=group, KV_HEADS=kv_heads, ROWS=rows, TILES=pieces,
+        NEW=max(16, queries), TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None,
+        WHOLE=whole, num_warps=tile.warps if rows < 64 else 8, num_stages=tile.stages,
+        enable_fp_fusion=not rounds, **common,
     )  # fmt: skip
-    channels = min(head_dim, 64)
+    if whole:
+        return
+    # All parts at once, as long as they fit in registers; by one warp if possible, which need not
+    # wait for others.
+    at_once = min(triton.next_power_of_2(parts), 256)
+    channels = min(head_dim, max(SUMS_OF_A_WARP // at_once, 32))
     _combine_kernel[(queries, heads * head_dim // channels, few)](
         sums, stats, layout.seq_lens_B, layout.starts_B, *end.arguments, out_THC,
-        end.gate_stride, tile.splits, tile.least, parts, HEADS=heads, **end.options,
-        BLOCK_P=min(triton.next_power_of_2(parts), 64), BLOCK_C=channels, num_warps=4, **common,
+        end.gate_stride, tile.splits, least, parts, HEADS=heads,
+        BLOCK_P=at_once, BLOCK_C=channels,
+        num_warps=max(1, at_once * channels // SUMS_OF_A_WARP), **common,
     )  # fmt: skip
 
 

@@ -11,8 +11,17 @@ import triton
 import triton.language as tl
 
 from limelight.ops import pdl
-from limelight.ops.activation import gated
-from limelight.ops.decode import HIDDEN, LOG2E, End, absorb, check_paging, fetch, locate
+from limelight.ops.decode import (
+    HIDDEN,
+    LOG2E,
+    End,
+    absorb,
+    block_start,
+    check_paging,
+    end_with,
+    fetch,
+    locate,
+)
 from limelight.ops.paging import LayerCache, PagedLayout
 
 
@@ -28,12 +37,13 @@ def _prefill_kernel(
     HEADS: tl.constexpr = GROUP * KV_HEADS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv, b = tl.program_id(1).to(tl.int64), few + tl.program_id(2)
     start, length = tl.load(starts + b), tl.load(seq_lens + b)
     queries = tl.load(starts + b + 1) - start
     # The last queries see the most keys, so they are begun first.
     i0 = (tl.cdiv(queries, QUERIES) - 1 - tl.program_id(0)) * QUERIES
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if i0 >= 0:
         table = tables + tl.load(rows + b).to(tl.int64) * table_stride
         # A row is one of the KV head's query heads in one of the queries.
@@ -51,10 +61,11 @@ def _prefill_kernel(
         # All queries see the keys from `inner` to `outer`; the tiles around have hidden ones.
         oldest = length - queries + i0
         end = tl.minimum(oldest + QUERIES, length)
-        begin = tl.zeros_like(length)
-        inner = begin
+        first = tl.zeros_like(length)
+        inner, begin = first, first
         if WINDOW is not None:
-            begin = tl.maximum(oldest - WINDOW + 1, 0)
+            first = tl.maximum(oldest - WINDOW + 1, 0)
+            begin = block_start(first, SIZE, KEYS)
             inner = tl.minimum(tl.maximum(end - WINDOW, 0), end)
             inner = begin + tl.cdiv(inner - begin, KEYS) * KEYS
         outer = tl.maximum(begin + (oldest + 1 - begin) // KEYS * KEYS, inner)
@@ -62,14 +73,18 @@ def _prefill_kernel(
         for edge in tl.range(0, left + tl.cdiv(end - outer, KEYS)):
             at = tl.where(edge < left, begin + edge * KEYS, outer + (edge - left) * KEYS)
             slot_L = locate(table, at, end, SIZE, KEYS)
-            k_CL, v_LC = fetch(pairs, slot_L, kv, at, end, half_stride, KV_HEADS, C, KEYS, False)
+            k_CL, v_LC = fetch(
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, False
+            )
             m_R, l_R, a_RC = absorb(
                 q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
                 WINDOW, KEYS, False,
             )  # fmt: skip
         slot_L = locate(table, inner, outer, SIZE, KEYS)
         for at in tl.range(inner, outer, KEYS):
-            k_CL, v_LC = fetch(pairs, slot_L, kv, at, end, half_stride, KV_HEADS, C, KEYS, True)
+            k_CL, v_LC = fetch(
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, True
+            )
             # A step ahead, so that keys and values can be copied several ahead.
             slot_L = locate(table, at + KEYS, outer, SIZE, KEYS)
             m_R, l_R, a_RC = absorb(
@@ -77,26 +92,22 @@ def _prefill_kernel(
                 WINDOW, KEYS, True,
             )  # fmt: skip
 
-        out_RC = (a_RC / tl.where(l_R > 0.0, l_R, 1.0)[:, None]).to(out.dtype.element_ty)
-        if GATE:
-            gate_RC = tl.load(
-                gate + t_R1 * gate_stride + head[:, None] * C + c, mask=real_R1, other=0.0
-            )
-            out_RC = gated(out_RC, gate_RC, tl.load(bias + head).to(tl.float32)[:, None])
-        tl.store(out + (t_R1 * HEADS + head[:, None]) * C + c, out_RC, mask=real_R1)
+        end_with(out, a_RC, l_R, t_R1, head, real_R1, gate, bias, gate_stride, HEADS, C, GATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows (heads of queries) and keys at once."""
 
-    rows: int = 128
-    keys: int = 64
-    warps: int = 8
-    stages: int = 3
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
-TILE = Tile()
+# By the most queries of a sequence.
+FULL = {4096: Tile(64, 64, 4, 3), 2**31: Tile(128, 128, 8, 2)}
+WINDOW = {2**31: Tile(64, 64, 4, 3)}
 
 
 def launch(
@@ -112,7 +123,8 @@ def launch(
     """Attention of all sequences but the `few` first into `out_THC`."""
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
-    group, tile = heads // kv_heads, tile or TILE
+    group, tiles = heads // kv_heads, FULL if layout.window is None else WINDOW
+    tile = tile or next(tile for most, tile in tiles.items() if layout.max_query <= most)
     rows = max(tile.rows, triton.next_power_of_2(group))
     queries = rows // group
     grid = (triton.cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)

@@ -226,7 +226,7 @@ def _prepare_kernel(
 
 
 # Heads and warps of a program, by the most tokens.
-PREPARE = {64: (4, 1), 2**31: (8, 2)}
+PREPARE = {16: (2, 1), 256: (4, 1), 2**31: (8, 2)}
 
 
 def _launch_rotation(
@@ -275,12 +275,13 @@ def _launch_prepare(
     if tokens == 0:
         return q_THC
     block, warps = next(tile for most, tile in PREPARE.items() if tokens <= most)
+    rounds = rounds_products(turn, qkv_TN)
     _prepare_kernel[(tokens, triton.cdiv(held, block))](
         qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC,
         qkv_TN.stride(0), pairs_2KSC.stride(1), heads.eps,
         HEADS=heads.queries, KV_HEADS=heads.keys, C=head_dim,
-        TURN=turn is not None, ROUND=turn is not None and turn.cos.dtype == qkv_TN.dtype,
-        SSMAX=ssmax_T is not None, BLOCK_J=block, num_warps=warps, **pdl(qkv_TN),
+        TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None, BLOCK_J=block,
+        num_warps=warps, enable_fp_fusion=not rounds, **pdl(qkv_TN),
     )  # fmt: skip
     return q_THC
 
@@ -288,6 +289,15 @@ def _launch_prepare(
 def angles(turn: Rotation | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A rotation, or none, as the arguments of a kernel."""
     return (None, None) if turn is None else (turn.cos, turn.sin)
+
+
+def rounds_products(turn: Rotation | None, x_TN: torch.Tensor) -> bool:
+    """Whether the rotation of `x_TN` rounds its products.
+
+    A kernel that does so needs `enable_fp_fusion=False`: else the compiler makes of a product and
+    a sum that are rounded to BF16 one BF16 operation, which does not round the product.
+    """
+    return turn is not None and turn.cos.dtype == x_TN.dtype
 
 
 def check_preparation(

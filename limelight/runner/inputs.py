@@ -140,7 +140,10 @@ class BlockTables:
                     places += range(at, at + len(blocks))
                     values += blocks
         if places:
+            # From pinned memory, for else the host waits here until the step before has ended.
+            at_X = torch.tensor(places, dtype=torch.int64, pin_memory=True)
+            blocks_X = torch.tensor(values, dtype=torch.int32, pin_memory=True)
             device = self.tensor.device
-            at_X = torch.tensor(places, dtype=torch.int64).to(device)
-            blocks_X = torch.tensor(values, dtype=torch.int32).to(device)
-            self.tensor.view(-1).index_copy_(0, at_X, blocks_X)
+            self.tensor.view(-1).index_copy_(
+                0, at_X.to(device, non_blocking=True), blocks_X.to(device, non_blocking=True)
+            )

@@ -147,8 +147,8 @@ def check(batch, shape, place, *, window, family, block_size=16):
 def small_tiles(monkeypatch):
     """Short sequences then have several parts, and several tiles in a part."""
     for table in ("FULL", "WINDOW"):
-        monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, 3, 1)})
-    monkeypatch.setattr(prefill, "TILE", prefill.Tile(32, 16, warps=4))
+        monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, 3, 1, apart=True)})
+        monkeypatch.setattr(prefill, table, {2**31: prefill.Tile(32, 16, 4, 3)})
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
@@ -164,6 +164,17 @@ def test_every_query_sees_its_keys(name, window, family, place, small_tiles):
 def test_windows_and_blocks_of_odd_sizes(block_size, window, place, small_tiles):
     batch, shape = BATCHES["both"], (2, 2, 16)
     check(batch, shape, place, window=window, family="Flint", block_size=block_size)
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
+@pytest.mark.parametrize("name", ["decode", "drafts", "both"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_new_tokens_end_the_last_part(splits, name, window, family, place, monkeypatch):
+    for table in ("FULL", "WINDOW"):
+        monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, splits, 1)})
+    check(BATCHES[name], SHAPES[family], place, window=window, family=family)
 
 
 @pytest.mark.parametrize("name", ["decode", "both"])

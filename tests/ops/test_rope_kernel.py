@@ -99,6 +99,10 @@ def test_prepared_heads_are_those_of_the_reference(form, shape, tokens, place):
     (q_THC, pairs), (right_THC, right_pairs) = results
     assert q_THC.dtype == dtype
     assert_near(q_THC, right_THC, dtype=dtype)
+    if dtype != torch.float32:
+        # Rounded at the same points: few numbers differ. (A product that is not rounded before its
+        # sum is makes a third of them differ.)
+        assert (q_THC == right_THC).float().mean() > 0.98
     assert_near(pairs, right_pairs, dtype=dtype)
     untouched = (right_pairs == 9.0).all(dim=(0, 1, 3))
     assert (pairs[:, :, untouched] == 9.0).all() and untouched.sum() >= tokens // 4
