@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.prefetch import prefetch
 
 
 @triton.jit
@@ -71,9 +70,9 @@ def _place_kernel(
     for start in range(first, tl.minimum((i + 1) * SLICE, pairs), BLOCK_P):
         inside_P = start + p_P < pairs
         ids_P = tl.load(ids + start + p_P, mask=inside_P, other=-1).to(tl.int32)
-        before_SP = (start + p_P)[None, :] < p_S[:, None]
-        before_SP = before_SP & (ids_S[:, None] == ids_P[None, :])
-        row_S += tl.sum(before_SP.to(tl.int32), axis=1)
+        before_PS = (start + p_P)[:, None] < p_S[None, :]
+        before_PS = before_PS & (ids_P[:, None] == ids_S[None, :])
+        row_S += tl.sum(before_PS.to(tl.int32), axis=0)
     tl.store(rows + row_S, p_S, mask=p_S < pairs)
     b_B = i * BLOCK_B + tl.arange(0, BLOCK_B)
     e_B = tl.sum((end_E[None, :] <= b_B[:, None]).to(tl.int32), axis=1)
@@ -150,7 +149,7 @@ def _grouped_gate_up_kernel(
     y, gate_up, shared_gate_up, block_rows, blocks, inner, shared_inner, rows, stride_y,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
     FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of rows by BLOCK_N channels; the shared expert's first, then block by block.
 
@@ -162,14 +161,8 @@ def _grouped_gate_up_kernel(
     program = tl.program_id(0)
     shared_programs = (rows + BLOCK_M - 1) // BLOCK_M * SHARED_TILES
     if PDL:
-        if AHEAD and SHARED > 0 and SHARED % BLOCK_N == 0:
-            if program < SHARED_TILES:
-                weight = shared_gate_up + program * BLOCK_N * SIZE
-                prefetch(weight, BLOCK_N * SIZE)
-                prefetch(weight + SHARED * SIZE, BLOCK_N * SIZE)
-        # The next kernel, when it starts, finds the blocks that this one waits for.
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if program < shared_programs:
         if SHARED:
             row_M = program // SHARED_TILES * BLOCK_M + m
@@ -247,7 +240,7 @@ def _grouped_down_kernel(
     inner, shared_inner, down, shared_down, block_rows, blocks, out, shared_out, rows,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As the kernel before, in the same blocks; a row for each pair and each token."""
     TILES: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
@@ -257,15 +250,6 @@ def _grouped_down_kernel(
     shared_blocks = (rows + BLOCK_M - 1) // BLOCK_M if SHARED else 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD and SIZE % BLOCK_N == 0:
-            if b >= shared_blocks:
-                # From L2, for a line of L1 may be older than the blocks.
-                block = tl.load(blocks + b - shared_blocks, cache_modifier=".cg")
-                if block > 0:
-                    at = (block // 256).to(tl.int64) * (SIZE * INNER) + first * INNER
-                    prefetch(down + at, BLOCK_N * INNER)
-            elif SHARED:
-                prefetch(shared_down + first * SHARED, BLOCK_N * SHARED)
         tl.extra.cuda.gdc_wait()
     if b < shared_blocks:
         if SHARED:
@@ -328,22 +312,21 @@ def _tile(n: int, k: int, warps: int, stages: int) -> dict[str, int]:
 
 
 def _stream(*tile: int) -> dict[str, int | bool]:
-    """Of few rows: what they wait for is memory, so weights are asked for early."""
-    return _tile(*tile) | {"DESCRIBED": False, "HALVES": False, "AHEAD": True}
+    """Of few rows: what they wait for is memory."""
+    return _tile(*tile) | {"DESCRIBED": False, "HALVES": False}
 
 
 def _multiply(*tile: int) -> dict[str, int | bool]:
-    """Of many rows: the copy engine brings the weights."""
-    return _tile(*tile) | {"DESCRIBED": True, "HALVES": True, "AHEAD": False}
+    """Of many rows: what they wait for is arithmetic. The copy engine brings the weights."""
+    return _tile(*tile) | {"DESCRIBED": True, "HALVES": True}
 
 
 # Rows of a block, tile of gate and up (BLOCK_N of each), tile of down; by the most pairs of an
 # expert on average.
 TILES = {
     8: (16, _stream(32, 128, 4, 4), _stream(128, 128, 4, 3)),
-    24: (32, _stream(64, 64, 4, 4), _stream(128, 64, 4, 4)),
-    96: (64, _multiply(64, 64, 4, 4), _multiply(128, 64, 4, 3)),
-    2**31: (128, _multiply(128, 64, 8, 3), _multiply(128, 64, 8, 3)),
+    48: (64, _multiply(64, 64, 4, 4), _multiply(128, 64, 4, 3)),
+    2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),
 }
 
 
@@ -371,14 +354,16 @@ def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tenso
     return rows_BM, blocks_B
 
 
-def _described(tile: dict, *weights: torch.Tensor | None, gate_up: bool) -> list:
+def _described(
+    tile: dict[str, int], *weights: torch.Tensor | None, gate_up: bool
+) -> list[torch.Tensor | TensorDescriptor | None]:
     """The weights as their kernel takes them: as pointers, or as what the copy engine needs.
 
     Of gate and up, the engine brings tiles of both at once.
     """
     if not tile["DESCRIBED"]:
         return list(weights)
-    found = []
+    found: list[torch.Tensor | TensorDescriptor | None] = []
     for weight in weights:
         if weight is None:
             found.append(None)

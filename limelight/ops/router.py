@@ -15,7 +15,6 @@ import triton.language as tl
 
 from limelight.ops import op, pdl
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
-from limelight.ops.prefetch import prefetch
 
 GROUPED_EPSILON = 1e-20
 
@@ -68,14 +67,12 @@ def route_reference(
 
 @triton.jit
 def _row_logits_kernel(
-    h, x, norm, router, out_h, out_y, logits, ahead, more, stride_h, stride_x, experts, eps,
-    SIZE: tl.constexpr, PIECE: tl.constexpr, MORE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+    h, x, norm, router, out_h, out_y, logits, stride_h, stride_x, experts, eps,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of some experts for one row; without x, h is y.
 
-    Each program works out the row's norm for itself; the first ones write it. Meanwhile the
-    weights `ahead` and `more` are brought to L2, PIECE and MORE elements a program.
+    Each program works out the row's norm for itself; the first ones write it.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -92,10 +89,6 @@ def _row_logits_kernel(
             part = tl.load(norm + start + d, mask=inside, other=0.0)
             norms = norms + (part,)  # type: ignore[assignment]
     if PDL:
-        if ahead is not None:
-            prefetch(ahead + tl.program_id(0) * PIECE, PIECE)
-        if more is not None:
-            prefetch(more + tl.program_id(0) * MORE, MORE)
         tl.extra.cuda.gdc_wait()
     for start in tl.static_range(0, SIZE, CHUNK):
         part = tl.load(h + t * stride_h + start + d, mask=start + d < SIZE, other=0.0)
@@ -110,10 +103,9 @@ def _row_logits_kernel(
         scale = tl.rsqrt(tl.sum(square_D, axis=0) / SIZE + eps)
     sum_ED = tl.zeros((BLOCK_E, CHUNK), tl.float32)
     for c in tl.static_range(len(row)):
-        y_D = row[c]
+        y_D = row[c].to(out_y.dtype.element_ty)  # type: ignore[var-annotated]
         if x is not None:
-            y_D = y_D.to(tl.float32) * scale * norms[c].to(tl.float32)
-            y_D = y_D.to(out_y.dtype.element_ty)
+            y_D = (y_D.to(tl.float32) * scale * norms[c].to(tl.float32)).to(y_D.dtype)
             inside = (c * CHUNK + d < SIZE) & (tl.program_id(0) == 0)
             tl.store(out_h + t * SIZE + c * CHUNK + d, row[c], mask=inside)
             tl.store(out_y + t * SIZE + c * CHUNK + d, y_D, mask=inside)
@@ -198,37 +190,6 @@ def _best_groups(key_GX, x_X, KEPT: tl.constexpr):
 
 
 @triton.jit
-def best_experts(logits, count, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ids int32 [BLOCK_N] and weights of the best experts of one row; `count` of them are set.
-
-    For a kernel that goes on with them. With BLOCK_N warps no warp waits for another: each works
-    out the whole choice. The weights are right if `count` is the number that was to be chosen.
-    """
-    LEAST: tl.constexpr = -(2**31)
-    LANES: tl.constexpr = 128
-    PARTS: tl.constexpr = (EXPERTS + LANES - 1) // LANES
-    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :, None]
-    n_N, lane = tl.arange(0, BLOCK_N), tl.arange(0, LANES)[None, None, :]
-    index = part * LANES + lane + tl.zeros((BLOCK_N, 1, 1), tl.int32)
-    # From L2: the kernel may start before the one that wrote the logits and last cleared L1 ends.
-    value = tl.load(logits + index, mask=index < EXPERTS, other=0.0, cache_modifier=".cg")
-    key = tl.where(index < EXPERTS, _ordered(tl.sigmoid(value)), LEAST)
-    ids_N = tl.zeros((BLOCK_N,), tl.int32)
-    weights_N = tl.zeros((BLOCK_N,), tl.float32)
-    total_N = tl.zeros((BLOCK_N,), tl.float32)
-    for n in range(count):
-        best_N = tl.max(tl.max(key, axis=1), axis=1)
-        place = tl.where(key == best_N[:, None, None], index, EXPERTS)
-        e_N = tl.min(tl.min(place, axis=1), axis=1)
-        score_N = _ordered(best_N).to(tl.float32, bitcast=True)
-        ids_N = tl.where(n_N == n, e_N, ids_N)
-        weights_N = tl.where(n_N == n, score_N, weights_N)
-        total_N += score_N
-        key = tl.where(index == e_N[:, None, None], LEAST, key)
-    return ids_N, weights_N / total_N
-
-
-@triton.jit
 def _select_kernel(
     logits, bias, weights, ids, rows, epsilon,
     PARTS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
@@ -286,14 +247,11 @@ def _select_kernel(
 FEW = 8
 # Experts a program and its warps, for one row and for a few; by the most columns.
 FEW_TILES = {2048: ((2, 4), (8, 8)), 2**31: ((2, 8), (4, 8))}
-# Shares of the channels, which `_select` adds up.
-MOST_SHARES = 16
 # By the most rows: of decode steps, of prefill. The more rows, the fewer share the channels out.
 TILES = {
-    32: {"BLOCK_E": 16, "BLOCK_T": 32, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
     64: {"BLOCK_E": 64, "BLOCK_T": 32, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
     256: {"BLOCK_E": 64, "BLOCK_T": 64, "BLOCK_D": 128, "SHARE": 128, "num_warps": 4},
-    4096: {"BLOCK_E": 64, "BLOCK_T": 128, "BLOCK_D": 64, "SHARE": 1024, "num_warps": 4},
+    4096: {"BLOCK_E": 64, "BLOCK_T": 128, "BLOCK_D": 64, "SHARE": 512, "num_warps": 4},
     2**31: {"BLOCK_E": 64, "BLOCK_T": 128, "BLOCK_D": 64, "SHARE": 2**31, "num_warps": 4},
 }
 
@@ -304,13 +262,12 @@ def _check(rows_TD: torch.Tensor, router_ED: torch.Tensor) -> None:
     assert router_ED.shape[1] == rows_TD.shape[1]
 
 
-def few_logits(
+def _few_logits(
     h_TD: torch.Tensor,
     router_ED: torch.Tensor,
     x_TD: torch.Tensor | None = None,
     norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    ahead: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """h + x, its norm, and of it the logits [1, T, E]; without x, of h."""
     (rows, size), experts = h_TD.shape, len(router_ED)
@@ -321,12 +278,10 @@ def few_logits(
     if rows:
         block_e, warps = FEW_TILES[min(key for key in FEW_TILES if size <= key)][rows > 1]
         programs = triton.cdiv(experts, block_e)
-        # What does not divide evenly is left out.
-        piece, more = (0 if w is None else w.numel() // programs for w in ahead)
         _row_logits_kernel[(programs, rows)](
-            h_TD, x_TD, norm_D, router_ED, out_TD, y_TD, logits_1TE, *ahead,
+            h_TD, x_TD, norm_D, router_ED, out_TD, y_TD, logits_1TE,
             h_TD.stride(0), 0 if x_TD is None else x_TD.stride(0), experts, eps,
-            SIZE=size, PIECE=piece, MORE=more, CHUNK=min(128 * warps, triton.next_power_of_2(size)),
+            SIZE=size, CHUNK=min(128 * warps, triton.next_power_of_2(size)),
             BLOCK_E=block_e, num_warps=warps, **pdl(h_TD),
         )  # fmt: skip
     return out_TD, y_TD, logits_1TE
@@ -337,13 +292,9 @@ def _logits(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     _check(y_TD, router_ED)
     (rows, size), experts = y_TD.shape, len(router_ED)
     if rows <= FEW:
-        return few_logits(y_TD, router_ED)[2]
+        return _few_logits(y_TD, router_ED)[2]
     tile = dict(TILES[min(most for most in TILES if rows <= most)])
-    least = triton.cdiv(triton.cdiv(size, MOST_SHARES), tile["BLOCK_D"]) * tile["BLOCK_D"]
-    tile["SHARE"] = min(max(tile["SHARE"], least), size)
-    if tile["SHARE"] > tile["BLOCK_D"]:
-        # A loop holds the next tiles too.
-        tile["BLOCK_D"] = min(tile["BLOCK_D"], 64)
+    tile["SHARE"] = min(tile["SHARE"], size)
     parts = triton.cdiv(size, tile["SHARE"])
     logits_PTE = y_TD.new_empty(parts, rows, experts, dtype=torch.float32)
     grid = triton.cdiv(experts, tile["BLOCK_E"]), triton.cdiv(rows, tile["BLOCK_T"]), parts
@@ -378,15 +329,6 @@ def _select(
     return weights_TN, ids_TN
 
 
-def check_norm_route(
-    h_TD: torch.Tensor, x_TD: torch.Tensor, norm_D: torch.Tensor, router_ED: torch.Tensor
-) -> None:
-    _check(h_TD, router_ED)
-    _check(x_TD, router_ED)
-    assert h_TD.shape == x_TD.shape and h_TD.dtype == x_TD.dtype
-    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
-
-
 def _launch_norm_route(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor,
@@ -396,9 +338,12 @@ def _launch_norm_route(
     eps: float,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_norm_route(h_TD, x_TD, norm_D, router_ED)
+    _check(h_TD, router_ED)
+    _check(x_TD, router_ED)
+    assert h_TD.shape == x_TD.shape and h_TD.dtype == x_TD.dtype
+    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
     if len(h_TD) <= FEW:
-        h_TD, y_TD, logits_PTE = few_logits(h_TD, router_ED, x_TD, norm_D, eps)
+        h_TD, y_TD, logits_PTE = _few_logits(h_TD, router_ED, x_TD, norm_D, eps)
     else:
         h_TD, y_TD = add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
         logits_PTE = _logits(y_TD, router_ED)

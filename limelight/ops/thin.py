@@ -201,7 +201,7 @@ ONE_ROW = {
 }
 # By the most rows; then as above. The products of more rows are torch's.
 FEW_ROWS: dict[int, dict[int, Tile | None]] = {
-    8: {768: Tile(16, 4, 4), 2560: Tile(16, 4, 3), 8192: Tile(8, 8, 2)},
+    8: {768: Tile(16, 4, 4), 2048: Tile(16, 4, 3), 2560: Tile(16, 8, 2), 8192: Tile(8, 8, 2)},
     16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
 MOST_COLUMNS = 8192  # that registers hold

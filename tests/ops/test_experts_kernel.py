@@ -5,9 +5,8 @@ import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
 
-from limelight.ops import experts as few
-from limelight.ops.experts import moe, norm_moe
-from limelight.ops.router import norm_route
+from limelight.ops.chosen import FEW
+from limelight.ops.experts import moe
 
 # Rows, channels, experts, chosen, inner channels, those of the shared expert, FP32 SwiGLU, scale.
 SIZES = [
@@ -53,23 +52,7 @@ def compile_cases() -> list[Case]:
                     decode=rows <= 130,
                 )
             )
-    for rows in [1, 4]:
-        sizes = (rows, 2048), (rows, 2048), (2048,), (256, 2048, torch.float32)
-        experts = (256, 1024, 2048), (256, 2048, 512), (2048, 2048), (2048, 1024)
-        cases.append(
-            Case(
-                f"norm_moe T{rows}",
-                lambda a=(*sizes, *experts): norm_moe.kernel(
-                    *(meta(*s, dtype=t) for s, t in map(_typed, a)), eps=EPS, count=6, fp32=False
-                ),
-                decode=True,
-            )
-        )
     return cases
-
-
-def _typed(shape):
-    return (shape[:-1], shape[-1]) if isinstance(shape[-1], torch.dtype) else (shape, torch.bfloat16)
 
 
 def tensors(case, place):
@@ -113,43 +96,6 @@ def test_experts_of_the_models_are_summed_by_weight(case):
     check(case, GPU)
 
 
-def check_norm_moe(case, place):
-    rows, size, count, fp32 = case[0], case[1], case[3], case[6]
-    y, gate_up, down, *_, shared_gate_up, shared_down = tensors(case, place)
-    draw = {"generator": torch.Generator(y.device).manual_seed(rows), "device": y.device}
-    h, norm = torch.randn(rows, size, **draw).to(y.dtype), torch.rand(size, **draw).to(y.dtype)
-    router = torch.randn(len(gate_up), size, **draw) / size**0.5
-    args = h, y, norm, router, gate_up, down, shared_gate_up, shared_down
-    added, out = norm_moe.kernel(*args, eps=EPS, count=count, fp32=fp32)
-    expected_added, expected = norm_moe.reference(*args, eps=EPS, count=count, fp32=fp32)
-    assert torch.equal(added, expected_added)
-    assert_near(out, expected, dtype=place[1])
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("case", [c for c in SIZES if c[0] < 40], ids=IDS)
-def test_experts_are_chosen_from_the_norm_of_the_sum(case, place):
-    check_norm_moe(case, place)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 9])
-def test_experts_of_the_model_are_chosen(rows):
-    check_norm_moe((rows, *MODELS[0][1:]), GPU)
-
-
-def test_equal_scores_choose_the_first_experts():
-    y, gate_up, down, *_ = tensors((1, 64, 150, 3, 24, 0), CPU)
-    scale = torch.ones(64)
-    found = norm_moe.kernel(
-        y, y, scale, torch.zeros(150, 64), gate_up, down, None, None, eps=EPS, count=3, fp32=True
-    )
-    _, normed, *_ = norm_route.reference(y, y, scale, torch.zeros(150, 64), eps=EPS, count=3)
-    weights, ids = torch.full((1, 3), 1 / 3), torch.tensor([[0, 1, 2]])
-    expected = moe.reference(normed, gate_up, down, weights, ids, None, None, fp32=True)
-    assert_near(found[1], expected, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize("rows", [2, 9])
 def test_values_are_rounded_where_the_reference_rounds_them(rows, fp32):
@@ -166,7 +112,7 @@ def test_values_are_rounded_where_the_reference_rounds_them(rows, fp32):
     assert torch.equal(found, moe.reference(*args, fp32=fp32, scale=2.5))
 
 
-@pytest.mark.parametrize("rows", [few.FEW, few.FEW + 1])
+@pytest.mark.parametrize("rows", [FEW[4096], FEW[4096] + 1])
 def test_all_rows_may_choose_one_expert(rows):
     y, gate_up, down, weights, ids, *_ = tensors((rows, 32, 6, 2, 24, 0), CPU)
     ids = torch.tensor([[4, 1]]).expand(rows, 2).contiguous()
