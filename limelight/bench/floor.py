@@ -4,6 +4,7 @@ Each weight is read once, of routed experts those that some token chose, and eac
 and values once.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -75,11 +76,17 @@ def replay_ms(runner: ModelRunner, batch: int) -> list[float]:
     """Times of the step's graph alone, on the inputs of the last step; empty without a graph."""
     if runner.graphs is None or runner.graphs.size_for(batch) != batch:
         return []
+    graphs = runner.graphs
+    return times_ms(lambda: graphs.replay(batch), PROFILED_STEPS)
+
+
+def times_ms(work: Callable[[], object], rounds: int) -> list[float]:
+    """How long the device takes for what `work` launches, each of `rounds` times."""
     times = []
-    for _ in range(PROFILED_STEPS):
+    for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        runner.graphs.replay(batch)
+        work()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -110,15 +117,7 @@ def kernels(started: Started, prompts: list[list[int]]) -> list[dict[str, object
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second at which a sum reads memory: the best of a few."""
     data = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
-    seconds = []
-    for _ in range(READ_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        data.sum()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return READ_BYTES / min(seconds)
+    return 1e3 * READ_BYTES / min(times_ms(data.sum, READ_ROUNDS))
 
 
 def weight_bytes(model: Model, experts_read: list[int]) -> int:

@@ -70,9 +70,10 @@ def _kind(call: "Call") -> str:
 
 
 def time_calls(calls: "list[Call]", context: int, bandwidth: float) -> dict[str, object]:
-    """Microseconds a call, the bytes that one must read and write, and their share of the floor."""
+    """Microseconds a call, the bytes that one must read, and the share of the ceiling."""
     import torch
 
+    from limelight.bench.floor import times_ms
     from limelight.bench.record import spread
 
     def repeat() -> None:
@@ -85,15 +86,8 @@ def time_calls(calls: "list[Call]", context: int, bandwidth: float) -> dict[str,
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             repeat()
-        microseconds = []
-        for _ in range(WARM_REPLAYS + REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            microseconds.append(1e3 * start.elapsed_time(end) / len(calls))
-    figures = spread(microseconds[WARM_REPLAYS:])
+        milliseconds = times_ms(graph.replay, WARM_REPLAYS + REPLAYS)[WARM_REPLAYS:]
+    figures = spread([1e3 * value / len(calls) for value in milliseconds])
     nbytes = sum(bytes_of(call, context) for call in calls) / len(calls)
     return {
         "us": figures,

@@ -6,7 +6,7 @@ sequences, S slots.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+V = TypeVar("V")
 _references_only: ContextVar[bool] = ContextVar("references_only", default=False)
 _calls: ContextVar["list[Call] | None"] = ContextVar("calls", default=None)
 
@@ -73,6 +74,11 @@ def record_calls() -> Iterator[list[Call]]:
         yield calls
     finally:
         _calls.reset(token)
+
+
+def by_size(table: Mapping[int, V], size: int) -> V:
+    """What a table has for the least of its bounds, in rising order, that `size` keeps to."""
+    return next(value for most, value in table.items() if size <= most)
 
 
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:

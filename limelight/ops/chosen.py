@@ -4,16 +4,12 @@ Weights stay in registers and are multiplied on the FP32 units, each row's by it
 gate and up with SwiGLU; down and the sum.
 """
 
-from typing import TypeVar
-
 import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
-
-V = TypeVar("V")
 
 
 @triton.jit
@@ -271,11 +267,6 @@ DOWN: dict[int, Tile] = {
 }
 
 
-def first(table: dict[int, V], size: int) -> V:
-    """What the table has for the least of its bounds that `size` keeps to."""
-    return next(value for most, value in table.items() if size <= most)
-
-
 def _chunk(size: int, most: int) -> int:
     """A number of columns that divides `size`, if a power of two of any use does."""
     chunk = size & -size
@@ -299,14 +290,14 @@ def few_moe(
     columns = count * width + shared
     inner_TF, out_TD = y_TD.new_empty(rows, columns), y_TD.new_empty(rows, size)
     sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count}
-    tile = first(GATE_UP, size)
+    tile = by_size(GATE_UP, size)
     blocks = rows * count * triton.cdiv(width, tile["BLOCK_F"])
     _gate_up_kernel[(blocks + triton.cdiv(shared, tile["BLOCK_F"]),)](
         y_TD, gate_up_EGD, shared_gate_up_GD, ids_TN, inner_TF, rows, y_TD.stride(0),
         **sizes, ROWS=rows if shared else 0, FP32=fp32,
         **tile | {"CHUNK": _chunk(size, tile["CHUNK"])}, **pdl(y_TD),
     )  # fmt: skip
-    tile = first(DOWN, columns)
+    tile = by_size(DOWN, columns)
     chunk, block_n = (
         _chunk(width, tile["CHUNK"]),
         triton.next_power_of_2(triton.cdiv(columns, width)),

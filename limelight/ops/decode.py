@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.activation import gated
 from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
 from limelight.ops.rope import (
@@ -362,7 +362,7 @@ SUMS_OF_A_WARP = 2048
 def tile_of(pairs: int, *, window: int | None) -> Tile:
     """The tile for this many pairs of a sequence and a KV head."""
     tiles = FULL if window is None else WINDOW
-    return next(tile for most, tile in tiles.items() if pairs <= most)
+    return by_size(tiles, pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ first (`grouped.py`).
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import op
+from limelight.ops import by_size, op
 from limelight.ops.activation import swiglu, swiglu_fp32
-from limelight.ops.chosen import FEW, few_moe, first
+from limelight.ops.chosen import FEW, few_moe
 from limelight.ops.grouped import grouped_moe
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
@@ -100,7 +100,7 @@ def _launch_moe(
     assert weights_TN.is_contiguous() and ids_TN.is_contiguous()
     if not len(y_TD):
         return torch.empty_like(y_TD)
-    few = len(y_TD) <= first(FEW, y_TD.shape[1])
+    few = len(y_TD) <= by_size(FEW, y_TD.shape[1])
     return (few_moe if few else grouped_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,

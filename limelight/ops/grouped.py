@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
 
 
@@ -395,8 +395,7 @@ def grouped_moe(
     """`moe` by sorted blocks; the arguments have been checked."""
     (rows, size), count, (experts, _, width) = y_TD.shape, ids_TN.shape[1], down_EDF.shape
     shared = 0 if shared_down_DF is None else shared_down_DF.shape[1]
-    average = rows * count / experts
-    block_m, gate_up, down = TILES[min(most for most in TILES if average <= most)]
+    block_m, gate_up, down = by_size(TILES, triton.cdiv(rows * count, experts))
     # The copy engine wants rows of a multiple of 16 bytes.
     aligned = all(n * y_TD.element_size() % 16 == 0 for n in (size, width, shared))
     gate_up, down = (t | {"DESCRIBED": t["DESCRIBED"] and aligned} for t in (gate_up, down))

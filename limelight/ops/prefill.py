@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.decode import (
     HIDDEN,
     LOG2E,
@@ -124,7 +124,7 @@ def launch(
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
     group, tiles = heads // kv_heads, FULL if layout.window is None else WINDOW
-    tile = tile or next(tile for most, tile in tiles.items() if layout.max_query <= most)
+    tile = tile or by_size(tiles, layout.max_query)
     rows = max(tile.rows, triton.next_power_of_2(group))
     queries = rows // group
     grid = (triton.cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import by_size, op, pdl
 from limelight.ops.paging import LayerCache
 
 
@@ -274,7 +274,7 @@ def _launch_prepare(
     q_THC = torch.empty(tokens, heads.queries, head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
     if tokens == 0:
         return q_THC
-    block, warps = next(tile for most, tile in PREPARE.items() if tokens <= most)
+    block, warps = by_size(PREPARE, tokens)
     rounds = rounds_products(turn, qkv_TN)
     _prepare_kernel[(tokens, triton.cdiv(held, block))](
         qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC,

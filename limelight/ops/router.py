@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import by_size, op, pdl
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
@@ -276,7 +276,7 @@ def _few_logits(
     if x_TD is not None:
         out_TD, y_TD = (h_TD.new_empty(rows, size) for _ in "hy")
     if rows:
-        block_e, warps = FEW_TILES[min(key for key in FEW_TILES if size <= key)][rows > 1]
+        block_e, warps = by_size(FEW_TILES, size)[rows > 1]
         programs = triton.cdiv(experts, block_e)
         _row_logits_kernel[(programs, rows)](
             h_TD, x_TD, norm_D, router_ED, out_TD, y_TD, logits_1TE,
@@ -293,7 +293,7 @@ def _logits(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     (rows, size), experts = y_TD.shape, len(router_ED)
     if rows <= FEW:
         return _few_logits(y_TD, router_ED)[2]
-    tile = dict(TILES[min(most for most in TILES if rows <= most)])
+    tile = dict(by_size(TILES, rows))
     tile["SHARE"] = min(tile["SHARE"], size)
     parts = triton.cdiv(size, tile["SHARE"])
     logits_PTE = y_TD.new_empty(parts, rows, experts, dtype=torch.float32)

@@ -9,16 +9,13 @@ Both ask for their weights before they wait for their rows.
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
-
-V = TypeVar("V")
 
 
 @triton.jit
@@ -212,11 +209,6 @@ def check(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> None:
     assert weight_DF.is_contiguous() and weight_DF.shape[1] == x_TF.shape[1]
 
 
-def _first(table: dict[int, V], size: int) -> V:
-    """What the table has for the least of its bounds that `size` keeps to."""
-    return next(value for most, value in table.items() if size <= most)
-
-
 def one_row(
     h_TD: torch.Tensor | None,
     x_TD: torch.Tensor | None,
@@ -234,7 +226,7 @@ def one_row(
     check(row_TD, weight_DF)
     assert norm_D is None or norm_D.is_contiguous() and norm_D.shape == row_TD.shape[1:]
     rows, columns = weight_DF.shape
-    tile = tile or _first(ONE_ROW, columns)
+    tile = tile or by_size(ONE_ROW, columns)
     out_TD = None
     if h_TD is not None and x_TD is not None:
         assert x_TD.shape == h_TD.shape and x_TD.stride(1) == 1 and x_TD.dtype == h_TD.dtype
@@ -281,7 +273,7 @@ def few_tile(count: int, columns: int) -> Tile | None:
     """The tile for a few rows; None where torch's product is as good."""
     if not 0 < count <= max(FEW_ROWS) or columns > MOST_COLUMNS:
         return None
-    return _first(_first(FEW_ROWS, count), columns)
+    return by_size(by_size(FEW_ROWS, count), columns)
 
 
 def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:

@@ -125,6 +125,11 @@ class BlockTables:
         self.tensor = torch.from_numpy(self.host).to(device)
         self.on_host = device.type == "cpu"
 
+    @property
+    def nobody(self) -> int:
+        """The row of no sequence; the rows before it are the slots."""
+        return self.host.shape[1] - 1
+
     def update(self, changes: Iterable[tuple[int, list[tuple[int, list[int]]]]]) -> None:
         """Take over (slot, for each group (first index, blocks)) of several sequences."""
         places: list[int] = []

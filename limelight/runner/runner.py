@@ -187,7 +187,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make decode steps graphs; the model must have run before."""
-        sizes = graph_sizes(self.tables.host.shape[1] - 1)
+        sizes = graph_sizes(self.tables.nobody)
         self.graphs = DecodeGraphs(self.decode, self._padding, sizes, progress)
 
     def forget(self) -> None:
@@ -232,7 +232,7 @@ class ModelRunner:
         codes: list[int] = []
         for grant in grants:
             codes += self._codes(grant)
-        nobody = self.tables.host.shape[1] - 1
+        nobody = self.tables.nobody
         rows = np.repeat(slots, counts)
         blocks = self.tables.host[:, rows, positions // self.block_size]
         _fill(to["tokens_T"], codes, 0)

@@ -7,10 +7,7 @@ from tiny import FAMILIES, prompts, request, run, start
 from limelight.checkpoint import BUNDLED_NAMES
 from limelight.ops import use_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 WIDTHS = {
     "flint": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6,

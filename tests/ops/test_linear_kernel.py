@@ -128,16 +128,25 @@ def test_swiglu_follows_the_rounded_product(fp32, rows, shape, place):
     assert_near(inner_TF, gated(y_TD, weight_GD, fp32=fp32), dtype=place[1])
 
 
-@places
-@shapes
-@rows
-def test_logits_are_not_rounded(rows, shape, place):
-    if rows > 1 and place[0] == "cpu":
-        pytest.skip("torch has this product on CUDA alone")
+def check_logits(rows, shape, place):
     x_TD, weight_VD = rows_of(rows, shape[1], place), weight_of(shape, place)
     logits_TV = linear.lm_head.kernel(x_TD, weight_VD)
     assert logits_TV.dtype == torch.float32
     assert_near(logits_TV, product(x_TD, weight_VD), dtype=torch.float32)
+
+
+@places
+@shapes
+def test_logits_of_one_row_are_not_rounded(shape, place):
+    check_logits(1, shape, place)
+
+
+@pytest.mark.gpu
+@shapes
+@rows
+def test_logits_of_many_rows_are_not_rounded(rows, shape):
+    # By torch's product with an FP32 result, which only CUDA has.
+    check_logits(rows, shape, ("cuda", torch.bfloat16))
 
 
 @places
