@@ -1,0 +1,46 @@
+"""NVFP4 weights: their decoding against the format's tables, in the interpreter and on a GPU."""
+
+import pytest
+import torch
+from ahead import Case, meta
+from near import PLACES
+
+from limelight.ops.fp4 import FP4, VALUES, multiply_reference, unpack
+
+
+def compile_cases() -> list[Case]:
+    codes = meta(5120, 1024, dtype=torch.uint8), meta(5120, 128, dtype=torch.float8_e4m3fn)
+    return [Case("unpack", lambda: unpack.kernel(*codes, dtype=torch.bfloat16), decode=True)]
+
+
+def all_scales():
+    """Every block scale that a checkpoint may have."""
+    return torch.arange(0x7F, dtype=torch.uint8)
+
+
+def every_pair(device):
+    """[127, 16] weights: every code under every scale, and the exact values."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[0::2] | codes[1::2] << 4).expand(127, 8).contiguous().to(device)
+    scales = all_scales().view(torch.float8_e4m3fn)[:, None].to(device)
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64)
+    return packed, scales, values * scales.cpu().double()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_code_under_every_scale_is_exact(place):
+    device, dtype = place
+    codes, scales, expected = every_pair(device)
+    for form in (unpack.kernel, unpack.reference):
+        found = form(codes, scales, dtype=dtype)
+        assert found.dtype == dtype
+        assert torch.equal(found.cpu().double(), expected)
+
+
+def test_scales_and_codes_lie_where_the_format_says():
+    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
+    scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
+    weight = FP4(codes, scales, torch.tensor([0.25]))
+    assert weight.shape == (1, 16)
+    expected = torch.tensor([[*VALUES, *(-value for value in VALUES)]]) * 0.5
+    assert torch.equal(multiply_reference(torch.eye(16), weight), expected.T)
