@@ -27,6 +27,7 @@ class Call:
 
     name: str
     kernel: Callable[..., object]
+    reference: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
 
@@ -50,7 +51,7 @@ class op(Generic[P, R]):
         if first.is_cuda and not torch.is_grad_enabled() and not _references_only.get():
             if (calls := _calls.get()) is not None:
                 name = self.reference.__name__.removesuffix("_reference")
-                calls.append(Call(name, self.kernel, args, kwargs))
+                calls.append(Call(name, self.kernel, self.reference, args, kwargs))
             return self.kernel(*args, **kwargs)
         return self.reference(*args, **kwargs)
 

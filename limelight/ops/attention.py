@@ -5,7 +5,9 @@
 
 The window counts the current token. A sink only enlarges the denominator. Scores and softmax are
 FP32; the weights p are rounded to the type of the values (in the kernels before their division by
-the denominator), their sum once more. A gate follows, with roundings of its own (`output_gate`).
+the denominator), their sum once more. Keys and values of an FP8 cache are what it holds times its
+scales, this step's too, and FP32 (the kernels scale scores and sums instead, and round p to the
+type of the queries). A gate follows, with roundings of its own (`output_gate`).
 """
 
 import torch
@@ -63,6 +65,9 @@ def attend_cached(
     for segment in layout.on_host:
         q_BQHC = q_THC[segment.rows].view(len(segment.slots_BL), -1, *q_THC.shape[1:])
         k_KBLC, v_KBLC = cache.read(segment.slots_BL)
+        if cache.scales_2 is not None:
+            # FP8 times its scale is more than the queries' type can hold: all is FP32.
+            q_BQHC = q_BQHC.float()
         out_BQHC = _attend(q_BQHC, k_KBLC, v_KBLC, segment.bias_BQL, sinks_H=sinks_H, scale=scale)
         outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -18,6 +18,10 @@ The kernels begin before those ahead of them in the stream have ended. They rely
 tensors of a layout, and the keys and values of all tokens before a step's own, are complete before
 the step's first kernel begins (between steps a copy to the device, or the start of a graph, waits
 for everything before it). Only what this step's kernels make is waited for.
+
+An FP8 cache is read as pairs of channels: they are transposed on their way to a matrix unit as any
+numbers of 16 bits are, which bytes cannot be, and become there two matrices, of the even and of
+the odd channels. Scales multiply the scores and the sums.
 """
 
 from dataclasses import dataclass
@@ -28,12 +32,14 @@ import triton.language as tl
 
 from limelight.ops import by_size, pdl
 from limelight.ops.activation import gated
+from limelight.ops.fp4 import ASSEMBLY
 from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
 from limelight.ops.rope import (
     Heads,
     Rotation,
     angles,
     check_preparation,
+    fp8_of,
     prepared,
     rounds_products,
     row_of,
@@ -71,7 +77,7 @@ def fetch(
     pairs, slot_L, kv, at, first, end, half_stride,
     KV_HEADS: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Keys [C, KEYS] and values of the positions from `at` on.
+    """Keys [C, KEYS] and values of the positions from `at` on; C is half as many pairs in FP8.
 
     Not `ALL`: zeros before `first` and from `end` on.
     """
@@ -87,15 +93,78 @@ def fetch(
 
 
 @triton.jit
+def _from_fp8(high, dtype: tl.constexpr):
+    """E4M3 in the high byte of each int16."""
+    # As FP16 it is 2^8 times too small.
+    bits = (high & -0x8000) | ((high >> 1) & 0x3F80)
+    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+
+
+@triton.jit
+def channels_of(pair, dtype: tl.constexpr):
+    """The even and the odd channels of pairs in FP8."""
+    if dtype == tl.bfloat16 and ASSEMBLY:
+        # As BF16, two at once, they are 2^120 times too small.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, s, z;
+            mov.b32 s, 0x7B807B80; mov.b32 z, 0x80008000;
+            shl.b32 a, $2, 8; and.b32 a, a, 0x80008000; shl.b32 b, $2, 4;
+            and.b32 b, b, 0x07F007F0; or.b32 b, b, a; fma.rn.bf16x2 $0, b, s, z;
+            and.b32 a, $2, 0x80008000; shr.b32 b, $2, 4;
+            and.b32 b, b, 0x07F007F0; or.b32 b, b, a; fma.rn.bf16x2 $1, b, s, z;
+            }
+            """,
+            "=r,=r,r",
+            [pair],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _from_fp8(pair << 8, dtype), _from_fp8(pair, dtype)
+
+
+@triton.jit
+def halved(x_RC):
+    """The even and the odd channels."""
+    return tl.split(tl.reshape(x_RC, (x_RC.shape[0], x_RC.shape[1] // 2, 2)))
+
+
+@triton.jit
+def joined(a_RC, v_scale, FP8: tl.constexpr):
+    """The sums of all channels, scaled."""
+    if FP8:
+        both = tl.join(a_RC[0], a_RC[1])
+        a_RC = tl.reshape(both, (both.shape[0], both.shape[1] * 2)) * v_scale
+    return a_RC
+
+
+@triton.jit
+def empty_sums(ROWS: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr):
+    """What `absorb` adds to."""
+    zeros = tl.zeros((ROWS, C // 2 if FP8 else C), tl.float32)
+    return (zeros, zeros) if FP8 else zeros
+
+
+@triton.jit
 def absorb(
     q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """m, l and a after the keys from `at` on, of which the queries see some or `ALL`.
 
-    `scale` is for exp2, and positive: the highest score is the highest product.
+    `scale` is for exp2, and positive: the highest score is the highest product. `FP8`: q and a are
+    two, of the even and the odd channels.
     """
-    s_RL = tl.dot(q_RC, k_CL.to(q_RC.dtype), input_precision="ieee")
+    dtype: tl.constexpr = q_RC[0].dtype if FP8 else q_RC.dtype
+    if FP8:
+        even_CL, odd_CL = channels_of(k_CL, dtype)
+        s_RL = tl.dot(q_RC[0], even_CL, input_precision="ieee")
+        s_RL = tl.dot(q_RC[1], odd_CL, s_RL, input_precision="ieee")
+    else:
+        s_RL = tl.dot(q_RC, k_CL.to(dtype), input_precision="ieee")
     if not ALL:
         key_L = at + tl.arange(0, KEYS)
         seen_RL = (key_L < end)[None, :] & (key_L[None, :] <= position_R[:, None])
@@ -106,8 +175,15 @@ def absorb(
     p_RL = tl.exp2(s_RL * scale - new_R[:, None])
     shrink_R = tl.exp2(m_R - new_R)
     l_R = l_R * shrink_R + tl.sum(p_RL, axis=1)
-    v_LC = v_LC.to(q_RC.dtype)
-    a_RC = tl.dot(p_RL.to(q_RC.dtype), v_LC, a_RC * shrink_R[:, None], input_precision="ieee")
+    p_RL = p_RL.to(dtype)
+    if FP8:
+        even_LC, odd_LC = channels_of(v_LC, dtype)
+        even_RC = tl.dot(p_RL, even_LC, a_RC[0] * shrink_R[:, None], input_precision="ieee")
+        odd_RC = tl.dot(p_RL, odd_LC, a_RC[1] * shrink_R[:, None], input_precision="ieee")
+        a_RC = (even_RC, odd_RC)
+    else:
+        v_LC = v_LC.to(dtype)
+        a_RC = tl.dot(p_RL, v_LC, a_RC * shrink_R[:, None], input_precision="ieee")
     return new_R, l_R, a_RC
 
 
@@ -123,6 +199,15 @@ def end_with(
         gate_RC = tl.load(gate + t_R1 * gate_stride + at_RC, mask=real_R1, other=0.0)
         out_RC = gated(out_RC, gate_RC, tl.load(bias + head).to(tl.float32)[:, None])
     tl.store(out + t_R1 * HEADS * C + at_RC, out_RC, mask=real_R1)
+
+
+@triton.jit
+def stored(x_EC, scale, dtype: tl.constexpr):
+    """Keys or values as the cache holds them: in `dtype`, or as pairs of channels in FP8."""
+    if dtype == tl.int16:
+        even, odd = halved(fp8_of(x_EC, scale))
+        x_EC = even.to(tl.int16) | (odd.to(tl.int16) << 8)
+    return x_EC.to(dtype)
 
 
 @triton.jit
@@ -166,7 +251,7 @@ def _cut(
 # Numbers that differ from batch to batch must not be compiled in.
 @triton.jit(do_not_specialize=["table_stride", "splits", "least", "parts"])
 def _split_kernel(
-    q, pairs, tables, rows, seq_lens, starts, slots, weight, cos, sin, ssmax, sums, stats,
+    q, pairs, scales, tables, rows, seq_lens, starts, slots, weight, cos, sin, ssmax, sums, stats,
     sinks, gate, bias, out,
     q_stride, table_stride, half_stride, gate_stride, splits, least, parts, scale, eps,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
@@ -181,8 +266,14 @@ def _split_kernel(
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     dtype: tl.constexpr = q.dtype.element_ty
+    FP8: tl.constexpr = pairs.dtype.element_ty == tl.int16
+    WIDTH: tl.constexpr = C // 2 if FP8 else C
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    k_scale, v_scale = 1.0, 1.0
+    if FP8:
+        k_scale, v_scale = tl.load(scales), tl.load(scales + 1)
+        scale *= k_scale
     part, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
@@ -209,7 +300,7 @@ def _split_kernel(
         weight_EC = row_of(weight + C, NEW, C)
         swapped_weight_EC = row_of(weight + C, NEW, C, SWAP=True)
         k_CL, v_LC = fetch(
-            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, C, KEYS, False
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -225,44 +316,51 @@ def _split_kernel(
     m_R, l_R = tl.full((ROWS,), HIDDEN, tl.float32), tl.zeros((ROWS,), tl.float32)
     if WHOLE and SINKS:
         m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
-    a_RC = tl.zeros((ROWS, C), tl.float32)
+    a_RC = empty_sums(ROWS, C, FP8)
     position_R = length - queries + i
     if FRESH:
         q_RC = prepared(
             q_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC,
             ssmax_R, eps, C, TURN, ROUND, SSMAX, dtype,
         )  # fmt: skip
+    if FP8:
+        q_RC = halved(q_RC)
+    if FRESH:
         if new:
-            k_EC = prepared(
+            ready_EC = prepared(
                 k_EC, swapped_EC, weight_EC, swapped_weight_EC, cos_EC, sin_EC,
                 1.0, eps, C, TURN, ROUND, False, dtype,
-            ).to(pairs.dtype.element_ty)  # fmt: skip
-            v_EC = v_EC.to(pairs.dtype.element_ty)
-            to_EC = pairs + kv * half_stride + slot_E[:, None] * C + c
-            tl.store(to_EC, k_EC, mask=(slot_E >= 0)[:, None])
-            tl.store(to_EC + KV_HEADS * half_stride, v_EC, mask=(slot_E >= 0)[:, None])
+            )  # fmt: skip
+            k_EW = stored(ready_EC, k_scale, pairs.dtype.element_ty)
+            v_EW = stored(v_EC, v_scale, pairs.dtype.element_ty)
+            to_EW = pairs + kv * half_stride + slot_E[:, None] * WIDTH + tl.arange(0, WIDTH)
+            tl.store(to_EW, k_EW, mask=(slot_E >= 0)[:, None])
+            tl.store(to_EW + KV_HEADS * half_stride, v_EW, mask=(slot_E >= 0)[:, None])
             m_R, l_R, a_RC = absorb(
-                q_RC, tl.trans(k_EC), v_EC, cached, length, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, NEW, False,
+                q_RC, tl.trans(k_EW), v_EW, cached, length, position_R, m_R, l_R, a_RC, scale,
+                WINDOW, NEW, False, FP8,
             )  # fmt: skip
     else:
         k_CL, v_LC = fetch(
-            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, C, KEYS, False
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
         )
     if old:
         m_R, l_R, a_RC = absorb(
-            q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale, WINDOW, KEYS, False
-        )
+            q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale,
+            WINDOW, KEYS, False, FP8,
+        )  # fmt: skip
         slot_L = locate(table, begin + KEYS, end, SIZE, KEYS)
         for at in tl.range(begin + KEYS, end, KEYS):
             k_CL, v_LC = fetch(
-                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, False
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
             )
             # A step ahead, so that keys and values can be copied several ahead.
             slot_L = locate(table, at + KEYS, end, SIZE, KEYS)
             m_R, l_R, a_RC = absorb(
-                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale, WINDOW, KEYS, False
-            )
+                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
+                WINDOW, KEYS, False, FP8,
+            )  # fmt: skip
+    a_RC = joined(a_RC, v_scale, FP8)
     if WHOLE:
         end_with(
             out, a_RC, l_R, t_R[:, None], head, real_R1, gate, bias, gate_stride, HEADS, C, GATE
@@ -354,14 +452,23 @@ WINDOW = {
     64: Tile(32, 15, 2, apart=True),
     2**31: Tile(64, 1, 1),
 }
+# Twice the keys of FP8 would be as many bytes at once, but half as many programs fit on a
+# multiprocessor, and making FP8 wider takes many of them: more stages instead.
+FULL_FP8 = {
+    2: Tile(64, 255, 1, stages=4, apart=True),
+    8: Tile(64, 127, 1, stages=4, apart=True),
+    64: Tile(64, 31, 2, stages=4, apart=True),
+    256: Tile(64, 32, 8, stages=4),
+    2**31: Tile(64, 8, 8, stages=4),
+}
 # Rows of queries and heads in a program, at most; with many of them it takes more warps.
 MOST_ROWS = 128
 SUMS_OF_A_WARP = 2048
 
 
-def tile_of(pairs: int, *, window: int | None) -> Tile:
+def tile_of(pairs: int, *, window: int | None, fp8: bool) -> Tile:
     """The tile for this many pairs of a sequence and a KV head."""
-    tiles = FULL if window is None else WINDOW
+    tiles = WINDOW if window is not None else FULL_FP8 if fp8 else FULL
     return by_size(tiles, pairs)
 
 
@@ -416,7 +523,8 @@ def launch(
     queries = min(triton.next_power_of_2(layout.max_query), FEW_QUERIES)
     group, few = heads // kv_heads, layout.few
     rows = min(max(16, triton.next_power_of_2(group * queries)), MOST_ROWS)
-    tile = tile or tile_of(few * kv_heads, window=layout.window)
+    fp8 = cache.scales_2 is not None
+    tile = tile or tile_of(few * kv_heads, window=layout.window, fp8=fp8)
     # The more queries, the more sums a part leaves behind.
     whole, least = tile.splits == 1, max(tile.least, queries // 2)
     apart = tile.apart and fresh is not None and not whole
@@ -432,6 +540,7 @@ def launch(
         weight_2C, turn, ssmax_T = fresh.weight_2C, fresh.turn, fresh.ssmax_T
         eps = fresh.heads.eps
         check_preparation(weight_2C, cache, turn, ssmax_T, heads=fresh.heads, tokens=len(out_THC))
+    pairs = kernel_view(cache)
     pieces, rounds = triton.cdiv(group * queries, rows), rounds_products(turn, q_TN)
     common = {
         "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
@@ -439,10 +548,10 @@ def launch(
         **end.options, **pdl(q_TN),
     }  # fmt: skip
     _split_kernel[(parts * pieces, kv_heads, few)](
-        q_TN, cache.pairs_2KSC, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
+        q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, layout.slots_T, weight_2C, *angles(turn), ssmax_T, sums, stats,
         *end.arguments, out_THC,
-        q_TN.stride(0), layout.tables_SN.stride(0), cache.pairs_2KSC.stride(1), end.gate_stride,
+        q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1), end.gate_stride,
         tile.splits, least, parts, scale * LOG2E.value, eps,
         GROUP=group, KV_HEADS=kv_heads, ROWS=rows, TILES=pieces,
         NEW=max(16, queries), TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None,
@@ -463,14 +572,23 @@ def launch(
     )  # fmt: skip
 
 
+def kernel_view(cache: LayerCache) -> torch.Tensor:
+    """Keys and values as the kernels that read them take them: of FP8 two channels at once."""
+    pairs = cache.pairs_2KSC
+    return pairs if cache.scales_2 is None else pairs.view(torch.int16)
+
+
 def check_paging(
     q_TN: torch.Tensor, cache: LayerCache, layout: PagedLayout, out_THC: torch.Tensor
 ) -> None:
     """What a kernel that reads the cache takes for granted."""
     head_dim = out_THC.shape[2]
-    assert cache.pairs_2KSC.is_contiguous() and cache.pairs_2KSC.shape[3] == head_dim
+    cache.check()
+    assert cache.pairs_2KSC.shape[3] == head_dim
     assert out_THC.shape[1] % cache.pairs_2KSC.shape[1] == 0
-    assert head_dim & (head_dim - 1) == 0 and head_dim >= 16
+    assert head_dim & (head_dim - 1) == 0
+    # A product has at least 16 channels, and one of FP8 half of them.
+    assert head_dim >= (16 if cache.scales_2 is None else 32)
     assert q_TN.stride(1) == 1 and len(q_TN) == len(out_THC) and out_THC.is_contiguous()
     tables = (layout.tables_SN, layout.rows_B, layout.seq_lens_B, layout.starts_B)
     assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in tables)

@@ -11,9 +11,10 @@ first (`grouped.py`).
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import by_size, op
+from limelight.ops import op
 from limelight.ops.activation import swiglu, swiglu_fp32
-from limelight.ops.chosen import FEW, few_moe
+from limelight.ops.chosen import few_moe, most_rows
+from limelight.ops.fp4 import FP4, Weight, multiply_reference
 from limelight.ops.grouped import grouped_moe
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
@@ -25,12 +26,12 @@ ALL_AT_ONCE_WASTE = 4
 
 def moe_reference(
     y_TD: torch.Tensor,
-    gate_up_EGD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: torch.Tensor | None,
-    shared_down_DF: torch.Tensor | None,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
     *,
     fp32: bool,
     scale: float = 1.0,
@@ -40,7 +41,8 @@ def moe_reference(
     The shared expert, where there is one, may be of another width."""
     act = swiglu_fp32 if fp32 else swiglu
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
-    if len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count:
+    few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
+    if few and isinstance(gate_up_EGD, torch.Tensor) and isinstance(down_EDF, torch.Tensor):
         gate_up_TG = F.linear(y_TD, gate_up_EGD.flatten(0, 1))
         inner_ETF = act(gate_up_TG.unflatten(1, (experts, -1))).transpose(0, 1)
         out_TXD = torch.bmm(inner_ETF, down_EDF.transpose(1, 2)).transpose(0, 1)
@@ -50,7 +52,7 @@ def moe_reference(
         sizes = torch.bincount(ids_TN.flatten(), minlength=experts).tolist()
         rows_PD = y_TD[order_P // count]
         parts = [
-            F.linear(act(F.linear(part_XD, gate_up_EGD[e])), down_EDF[e])
+            multiply_reference(act(multiply_reference(part_XD, gate_up_EGD[e])), down_EDF[e])
             for e, part_XD in enumerate(rows_PD.split(sizes))
             if sizes[e]
         ]
@@ -60,16 +62,17 @@ def moe_reference(
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:
-        out_TD = out_TD + F.linear(act(F.linear(y_TD, shared_gate_up_GD)), shared_down_DF)
+        inner_TF = act(multiply_reference(y_TD, shared_gate_up_GD))
+        out_TD = out_TD + multiply_reference(inner_TF, shared_down_DF)
     return out_TD
 
 
 def _check(
     y_TD: torch.Tensor,
-    gate_up_EGD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    shared_gate_up_GD: torch.Tensor | None,
-    shared_down_DF: torch.Tensor | None,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
 ) -> None:
     experts, size, width = down_EDF.shape
     assert y_TD.shape[1] == size and y_TD.stride(1) == 1
@@ -79,17 +82,21 @@ def _check(
         assert shared_gate_up_GD.shape == (2 * shared_down_DF.shape[1], size)
         assert len(shared_down_DF) == size
         held += [shared_gate_up_GD, shared_down_DF]
-    assert all(weight.is_contiguous() and weight.dtype == y_TD.dtype for weight in held)
+    for weight in held:
+        if isinstance(weight, FP4):
+            weight.check()
+        else:
+            assert weight.is_contiguous() and weight.dtype == y_TD.dtype
 
 
 def _launch_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: torch.Tensor | None,
-    shared_down_DF: torch.Tensor | None,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
     *,
     fp32: bool,
     scale: float = 1.0,
@@ -100,7 +107,7 @@ def _launch_moe(
     assert weights_TN.is_contiguous() and ids_TN.is_contiguous()
     if not len(y_TD):
         return torch.empty_like(y_TD)
-    few = len(y_TD) <= by_size(FEW, y_TD.shape[1])
+    few = len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
     return (few_moe if few else grouped_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,

@@ -5,6 +5,9 @@ a scale is E4M3 without its sign, one for each block; what a checkpoint has as o
 tensor is kept for each row, so that matrices with different ones can lie in one. code * scale has
 six significant bits: it is exact in BF16 and in FP16. The row's scale is applied in FP32 to the
 sum of a product, never to a weight.
+
+`product` multiplies up to FUSED_ROWS rows with weights that it decodes in registers; for more, it
+unpacks the weight and torch multiplies.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import by_size, op, pdl
+from limelight.ops.activation import rounded_swiglu
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -52,6 +56,10 @@ class FP4:
     def __getitem__(self, index: int | slice) -> "FP4":
         return FP4(*(tensor[index] for tensor in self.tensors))
 
+    def narrow(self, rows: slice) -> "FP4":
+        """Some rows of every matrix."""
+        return FP4(self.codes[..., rows, :], self.scales[..., rows, :], self.rows[..., rows])
+
     def flat(self) -> "FP4":
         """All matrices as one, [M * N, K]."""
         return FP4(*(tensor.flatten(0, 1) for tensor in self.tensors))
@@ -71,6 +79,7 @@ Weight = torch.Tensor | FP4
 # What kernels leave out of a weight, exactly, for the row's scale to make good: powers of two that
 # come of reading codes and scales as FP16 or BF16 of other exponents.
 LEFT_OF_SUMS, LEFT_OF_WEIGHTS = 2.0**22, 2.0**8
+LEFT = tl.constexpr(LEFT_OF_WEIGHTS)
 
 
 def unpack_reference(
@@ -157,6 +166,36 @@ def block_scale(scale):
 
 
 @triton.jit
+def _scaled(word, pair):
+    """The 8 weights of each int32, BF16 [..., 8]; `pair` is the scale times 2^118, BF16, twice."""
+    # Codes j and j + 4 are a pair of BF16, times 2^-126: three bits of the word moved, the sign of
+    # words that have no others.
+    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, e, o, m, z;
+        mov.b32 z, 0x80008000; mov.b32 m, 0x01C001C0;
+        and.b32 e, $8, 0x08080808; and.b32 o, $8, 0x80808080;
+        shl.b32 a, e, 12; shl.b32 b, $8, 6; lop3.b32 b, b, a, m, 0xE4;
+        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$0, $4}, b;
+        shl.b32 a, o, 8; shl.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
+        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$1, $5}, b;
+        shl.b32 a, e, 4; shr.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
+        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$2, $6}, b;
+        shr.b32 b, $8, 6; lop3.b32 b, b, o, m, 0xE4;
+        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$3, $7}, b;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [word, pair],
+        (tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    return _eight(v0, v1, v2, v3, v4, v5, v6, v7)
+
+
+@triton.jit
 def weights_of(word, scale, dtype: tl.constexpr):
     """The 8 weights of each int32 of a row, without the row's scale: [..., 8] in `dtype`.
 
@@ -165,37 +204,62 @@ def weights_of(word, scale, dtype: tl.constexpr):
     if dtype != tl.bfloat16 or not ASSEMBLY:
         scale = tl.expand_dims(block_scale(scale) * 16384.0, -1)
         return (codes_of(word) * scale).to(dtype)
-    # Codes j and j + 4 are a pair of BF16, times 2^-126; the scale is one times 2^118.
-    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+    # The bits of E4M3 are those of a BF16 times 2^-120.
+    pair = tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, b, s, z;
-        .reg .b16 t;
-        .reg .f32 f;
-        mov.b32 z, 0x80008000;
-        shl.b32 s, $9, 7; cvt.u16.u32 t, s; cvt.f32.f16 f, t;
-        mul.f32 f, f, 0f7E800000; cvt.rn.bf16x2.f32 s, f, f;
-        shl.b32 a, $8, 12; and.b32 a, a, 0x80008000; shl.b32 b, $8, 6;
-        and.b32 b, b, 0x01C001C0; or.b32 b, b, a;
-        fma.rn.bf16x2 b, b, s, z; mov.b32 {$0, $4}, b;
-        shl.b32 a, $8, 8; and.b32 a, a, 0x80008000; shl.b32 b, $8, 2;
-        and.b32 b, b, 0x01C001C0; or.b32 b, b, a;
-        fma.rn.bf16x2 b, b, s, z; mov.b32 {$1, $5}, b;
-        shl.b32 a, $8, 4; and.b32 a, a, 0x80008000; shr.b32 b, $8, 2;
-        and.b32 b, b, 0x01C001C0; or.b32 b, b, a;
-        fma.rn.bf16x2 b, b, s, z; mov.b32 {$2, $6}, b;
-        and.b32 a, $8, 0x80008000; shr.b32 b, $8, 6;
-        and.b32 b, b, 0x01C001C0; or.b32 b, b, a;
-        fma.rn.bf16x2 b, b, s, z; mov.b32 {$3, $7}, b;
+        .reg .b32 s, c, z;
+        mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
+        mul.lo.u32 s, $1, 0x00100010;
+        fma.rn.bf16x2 s, s, c, z; fma.rn.bf16x2 $0, s, c, z;
         }
         """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [word, scale.to(tl.int32)],
-        (tl.bfloat16,) * 8,
+        "=r,r",
+        [scale.to(tl.int32)],
+        tl.int32,
         is_pure=True,
         pack=1,
     )
-    return _eight(v0, v1, v2, v3, v4, v5, v6, v7)
+    return _scaled(word, pair)
+
+
+@triton.jit
+def _four(v0, v1, v2, v3):
+    """[...] four times -> [..., 4]; all in registers."""
+    joined = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+    return tl.reshape(joined, v0.shape + [4])
+
+
+@triton.jit
+def weights_of_64(word, scale, dtype: tl.constexpr):
+    """`weights_of` runs [..., 8] of words: [..., 8, 8]. `scale` has all four scales of a run."""
+    words: tl.constexpr = word.shape
+    twice: tl.constexpr = scale.shape + [4, 2]
+    if dtype != tl.bfloat16 or not ASSEMBLY:
+        bits = _four(scale & 255, (scale >> 8) & 255, (scale >> 16) & 255, (scale >> 24) & 255)
+        bits = tl.reshape(tl.broadcast_to(tl.expand_dims(bits, -1), twice), words)
+        return weights_of(word, bits, dtype)
+    s0, s1, s2, s3 = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, z;
+        mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
+        shl.b32 a, $4, 4; and.b32 a, a, 0x0FF00FF0;
+        shr.b32 b, $4, 4; and.b32 b, b, 0x0FF00FF0;
+        fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 a, a, c, z;
+        fma.rn.bf16x2 b, b, c, z; fma.rn.bf16x2 b, b, c, z;
+        prmt.b32 $0, a, a, 0x1010; prmt.b32 $2, a, a, 0x3232;
+        prmt.b32 $1, b, b, 0x1010; prmt.b32 $3, b, b, 0x3232;
+        }
+        """,
+        "=r,=r,=r,=r,r",
+        [scale],
+        (tl.int32,) * 4,
+        is_pure=True,
+        pack=1,
+    )
+    pair = tl.expand_dims(_four(s0, s1, s2, s3), -1)
+    return _scaled(word, tl.reshape(tl.broadcast_to(pair, twice), words))
 
 
 @triton.jit
@@ -213,7 +277,7 @@ def _unpack_kernel(
         word_X = tl.load(words + at, mask=at < count, other=0)
         scale_X = tl.load(scales + at // 2, mask=at < count, other=0)
         value_X8 = weights_of(word_X, scale_X, dtype)
-        tiles = tiles + ((value_X8.to(tl.float32) * 256.0).to(dtype),)  # type: ignore[assignment]
+        tiles = tiles + ((value_X8.to(tl.float32) * LEFT).to(dtype),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in tl.static_range(ROUNDS):
@@ -244,3 +308,241 @@ def words_of(codes_NX: torch.Tensor) -> torch.Tensor:
 
 
 unpack = op(reference=unpack_reference, kernel=_launch_unpack)
+
+
+@triton.jit
+def _in_order(tile):
+    """[N, 256] as [N, 4, 8, 8]: columns in the order in which the matrix units get them.
+
+    Of 256 columns each of the four threads that share a row there has 64 that lie together, and
+    of each 8 of them pairs 4 apart, as they are decoded. So no weight changes its thread.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    tile = tl.reshape(tile, [ROWS, 4, 8, 2, 2, 2])
+    return tl.reshape(tl.permute(tile, [0, 2, 4, 5, 1, 3]), [ROWS, 256])
+
+
+@triton.jit
+def _scales_at(scales, row_N, inside_N, start, K: tl.constexpr, EVEN: tl.constexpr):
+    """The block scales of 256 columns from `start` on, int32 [N, 4]."""
+    q = start // 64 + tl.arange(0, 4)
+    if EVEN:
+        return tl.load(scales + row_N[:, None] * (K // 64) + q[None, :])
+    if K % 64 == 0:
+        inside_NQ = inside_N[:, None] & (q < K // 64)[None, :]
+        return tl.load(scales + row_N[:, None] * (K // 64) + q[None, :], mask=inside_NQ, other=0)
+    # Those of a row do not fill words: byte by byte.
+    found_NQ = tl.zeros([row_N.shape[0], 4], tl.int32)
+    for j in tl.static_range(4):
+        b = q * 4 + j
+        inside_NQ = inside_N[:, None] & (b < K // 16)[None, :]
+        byte_NQ = tl.load(scales + row_N[:, None] * (K // 16) + b[None, :], inside_NQ, other=0)
+        found_NQ |= byte_NQ.to(tl.int32) << (8 * j)
+    return found_NQ
+
+
+@triton.jit
+def sums_of(
+    words, scales, row_N, inside_N, x_M, valid_M, first, end, K: tl.constexpr, EVEN: tl.constexpr
+):
+    """Products of rows `row_N` of a weight with those at `x_M`, FP32 [N, M], LEFT_OF_WEIGHTS too
+    small. Columns `first` to `end`, 256 at a time; EVEN: there are no others, and all rows are
+    inside.
+
+    The weight is the left operand, which comes from registers on Hopper.
+    """
+    dtype: tl.constexpr = x_M.dtype.element_ty
+    N: tl.constexpr = row_N.shape[0]
+    M: tl.constexpr = x_M.shape[0]
+    words_NX = words + row_N[:, None] * (K // 8) + tl.arange(0, 32)[None, :]
+    x_MK = x_M[:, None] + tl.arange(0, 256)[None, :]
+    sum_NM = tl.zeros([N, M], tl.float32)
+    for start in range(first, end, 256):
+        inside_MK = valid_M[:, None]
+        if EVEN:
+            word_NX = tl.load(words_NX + start // 8)
+        else:
+            inside_X = start // 8 + tl.arange(0, 32) < K // 8
+            inside_NX = inside_N[:, None] & inside_X[None, :]
+            word_NX = tl.load(words_NX + start // 8, mask=inside_NX, other=0)
+            inside_MK = inside_MK & (start + tl.arange(0, 256) < K)[None, :]
+        scale_NQ = _scales_at(scales, row_N, inside_N, start, K, EVEN)
+        tile_MK = tl.load(x_MK + start, mask=inside_MK, other=0.0)
+        value_NK = weights_of_64(tl.reshape(word_NX, [N, 4, 8]), scale_NQ, dtype)
+        value_NK, tile_MK = _in_order(tl.reshape(value_NK, [N, 256])), _in_order(tile_MK)
+        sum_NM = tl.dot(value_NK, tl.trans(tile_MK), sum_NM, input_precision="ieee")
+    return sum_NM
+
+
+@triton.jit
+def row_of(i, N: tl.constexpr, GATED: tl.constexpr):
+    """The i-th row of a weight; of a gated one [gate, up] 8 of the gate's, then 8 of up's."""
+    if GATED:
+        i = i // 16 * 8 + i % 8 + i // 8 % 2 * N
+    return i.to(tl.int64)
+
+
+@triton.jit
+def outputs_of(y_NM, GATED: tl.constexpr, FP32: tl.constexpr, dtype: tl.constexpr):
+    """Scaled products of rows `row_of`, rounded; of a gated weight half as many, their SwiGLU."""
+    if GATED:
+        OUTPUTS: tl.constexpr = y_NM.shape[0] // 2
+        M: tl.constexpr = y_NM.shape[1]
+        y_NMX = tl.permute(tl.reshape(y_NM, [OUTPUTS // 8, 2, 8, M]), [0, 2, 3, 1])
+        gate_NM, up_NM = tl.split(tl.reshape(y_NMX, [OUTPUTS, M, 2]))
+        y_NM = rounded_swiglu(gate_NM, up_NM, FP32, dtype)
+    return y_NM.to(dtype)
+
+
+@triton.jit
+def product_tile(
+    x_M, valid_M, words, scales, factors, out_M, first, N: tl.constexpr, K: tl.constexpr,
+    GATED: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows at `x_M` times BLOCK_N rows of the weight, from the `first` on, into rows at `out_M`."""
+    ROWS: tl.constexpr = N * (2 if GATED else 1)
+    OUTPUTS: tl.constexpr = BLOCK_N // (2 if GATED else 1)
+    i = first + tl.arange(0, BLOCK_N)
+    row_N = row_of(i, N, GATED)
+    n = first // BLOCK_N * OUTPUTS + tl.arange(0, OUTPUTS)
+    # Of a gated weight whose N is no multiple of 8, rows past the gate's are not its.
+    inside_N = i // 16 * 8 + i % 8 < N if GATED else i < N
+    EVEN: tl.constexpr = K % 256 == 0 and ROWS % BLOCK_N == 0 and (N % 8 == 0 or not GATED)
+    factor_N = tl.load(factors + row_N, mask=inside_N, other=0.0) * LEFT
+    sum_NM = sums_of(words, scales, row_N, inside_N, x_M, valid_M, 0, K, K, EVEN)
+    y_NM = outputs_of(sum_NM * factor_N[:, None], GATED, FP32, out_M.dtype.element_ty)
+    tl.store(out_M[None, :] + n[:, None], y_NM, mask=(n < N)[:, None] & valid_M[None, :])
+
+
+@triton.jit
+def _product_kernel(
+    x, words, scales, factors, out, rows, stride_x,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight by BLOCK_M of x. With SPLITS its part of the columns only: the
+    unscaled sums [SPLITS, T, N]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    blocks = (rows + BLOCK_M - 1) // BLOCK_M
+    m = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(0) // blocks * BLOCK_N
+    x_M = x + m.to(tl.int64) * stride_x
+    if SPLITS == 1:
+        out_M = out + m.to(tl.int64) * N
+        product_tile(
+            x_M, m < rows, words, scales, factors, out_M, first, N, K, GATED, FP32, BLOCK_N
+        )
+    else:
+        PART: tl.constexpr = (K + SPLITS * 256 - 1) // (SPLITS * 256) * 256
+        EVEN: tl.constexpr = K % 256 == 0 and N % BLOCK_N == 0
+        n = first + tl.arange(0, BLOCK_N)
+        begin = tl.program_id(1) * PART
+        end = tl.minimum(begin + PART, K)
+        sum_NM = sums_of(words, scales, n.to(tl.int64), n < N, x_M, m < rows, begin, end, K, EVEN)
+        out_M = out + (tl.program_id(1).to(tl.int64) * rows + m) * N
+        mask_NM = (n < N)[:, None] & (m < rows)[None, :]
+        tl.store(out_M[None, :] + n[:, None], sum_NM * LEFT, mask=mask_NM)
+
+
+@triton.jit
+def _finished(sums, factors, t, n, rows, ROWS: tl.constexpr, SPLITS: tl.constexpr, inside):
+    """Products of row t with rows `n` of a weight that has ROWS, scaled."""
+    y_N = tl.zeros(n.shape, tl.float32)
+    for i in tl.static_range(SPLITS):
+        y_N += tl.load(sums + (i * rows + t) * ROWS + n, mask=inside, other=0.0)
+    return y_N * tl.load(factors + n, mask=inside, other=0.0)
+
+
+@triton.jit
+def _finish_kernel(
+    sums, factors, out, rows, N: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A piece of one row: its parts' sum, scaled and rounded, and SwiGLU where the weight is
+    gated."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    KINDS: tl.constexpr = 2 if GATED else 1
+    dtype: tl.constexpr = out.dtype.element_ty
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_N = _finished(sums, factors, t, n, rows, KINDS * N, SPLITS, n < N)
+    if GATED:
+        up_N = _finished(sums, factors, t, N + n, rows, KINDS * N, SPLITS, n < N)
+        y_N = rounded_swiglu(y_N, up_N, FP32, dtype)
+    tl.store(out + t * N + n, y_N.to(dtype), mask=n < N)
+
+
+# Columns of a tile of `sums_of`.
+SPAN = 256
+# The most rows that meet decoded weights. Unpacking moves 4.5 bytes a weight where those of four
+# bits are 0.56, and decoding costs about as much as reading: up to three blocks of 128 rows do it
+# for less.
+FUSED_ROWS = 384
+# Rows of x and of the weight, warps and stages of a program; by the most rows of x.
+BLOCKS = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 3), 2**31: (128, 128, 8, 2)}
+# Programs that a device should have for its memory to be busy; and the most parts of the columns.
+PROGRAMS, MOST_SPLITS = 256, 8
+# FP32 sums of many rows, of so many bytes at a time that a cache holds them.
+SUMS_BYTES = 32 * 2**20
+
+
+def scale_words(weight: FP4) -> torch.Tensor:
+    """Block scales as `sums_of` reads them: four in an int32 where they fill a row of these."""
+    whole = weight.shape[-1] % 64 == 0
+    return weight.scales.view(torch.int32 if whole else torch.uint8)
+
+
+def product(
+    x_TF: torch.Tensor,
+    weight: FP4,
+    *,
+    fp32: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x W^T in `dtype`, else the type of x; `fp32` not None means SwiGLU follows."""
+    weight.check()
+    assert x_TF.shape[1] == weight.shape[1] and x_TF.stride(1) == 1
+    outputs = len(weight) if fp32 is None else len(weight) // 2
+    y_TN = torch.empty(len(x_TF), outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
+    if len(x_TF):
+        (_decoding if len(x_TF) <= FUSED_ROWS else _unpacking)(x_TF, weight, y_TN, fp32)
+    return y_TN
+
+
+def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
+    (count, columns), rows = x_TF.shape, len(weight)
+    block_m, block_n, warps, stages = by_size(BLOCKS, count)
+    programs = triton.cdiv(count, block_m) * triton.cdiv(rows, block_n)
+    splits = min(triton.cdiv(PROGRAMS, programs), MOST_SPLITS, triton.cdiv(columns, 512))
+    # Parts are of whole spans, and none is empty.
+    splits = triton.cdiv(columns, triton.cdiv(columns, splits * SPAN) * SPAN)
+    out_TN, outputs, gated = y_TN, y_TN.shape[1], fp32 is not None
+    if splits > 1:
+        out_TN = torch.empty(splits, count, rows, dtype=torch.float32, device=x_TF.device)
+        outputs, gated = rows, False
+    _product_kernel[(programs, splits)](
+        x_TF, words_of(weight.codes), scale_words(weight), weight.rows, out_TN, count,
+        x_TF.stride(0), N=outputs, K=columns, GATED=gated, FP32=bool(fp32), SPLITS=splits,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **pdl(x_TF),
+    )  # fmt: skip
+    if splits > 1:
+        _finish(out_TN, weight, y_TN, fp32)
+
+
+def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
+    held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
+    step = max(SUMS_BYTES // (4 * len(weight)) // 128 * 128, 128)
+    for x_XF, y_XN in zip(x_TF.split(step), y_TN.split(step), strict=True):
+        sums_XN = torch.mm(x_XF, held_NF.T, out_dtype=torch.float32)
+        _finish(sums_XN[None], weight, y_XN, fp32)
+
+
+def _finish(sums_STN: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
+    (splits, count, _), outputs = sums_STN.shape, y_TN.shape[1]
+    _finish_kernel[(count, triton.cdiv(outputs, 1024))](
+        sums_STN, weight.rows, y_TN, count, N=outputs, GATED=fp32 is not None,
+        FP32=bool(fp32), SPLITS=splits, BLOCK_N=1024, num_warps=4, **pdl(y_TN),
+    )  # fmt: skip

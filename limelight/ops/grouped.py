@@ -14,6 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
+from limelight.ops.linear import project, swiglu_project
 
 
 @triton.jit
@@ -89,14 +91,14 @@ def _load(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _gate_up_tile(
-    y, gate_up, e, out, token_M, row_M, valid_M, first, stride_y,
+    y, gate_up, factors, e, out, token_M, row_M, valid_M, first, stride_y,
     SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of rows `token_M` of y for BLOCK_N channels of expert e, into rows `row_M`.
 
     The tile of the weights has BLOCK_N rows of the gate, then as many of up. They are those of
-    all experts if DESCRIBED, else of this one.
+    all experts if DESCRIBED, else of this one. `factors` are scales of its rows, or None.
     """
     EVEN: tl.constexpr = SIZE % BLOCK_K == 0 and INNER % BLOCK_N == 0
     BLOCK_M: tl.constexpr = valid_M.shape[0]
@@ -121,6 +123,11 @@ def _gate_up_tile(
         sum_MG = tl.dot(tile_MK, tile_KG, sum_MG, input_precision="ieee")
     sum_MNX = tl.trans(tl.reshape(sum_MG, (BLOCK_M, 2, BLOCK_N)), 0, 2, 1)
     gate_MN, up_MN = tl.split(sum_MNX)
+    if factors is not None:
+        at_N = factors + first + tl.arange(0, BLOCK_N)
+        inside_N = first + tl.arange(0, BLOCK_N) < INNER
+        gate_MN = gate_MN * tl.load(at_N, mask=inside_N, other=0.0)[None, :]
+        up_MN = up_MN * tl.load(at_N + INNER, mask=inside_N, other=0.0)[None, :]
     value_MN = rounded_swiglu(gate_MN, up_MN, FP32, out.dtype.element_ty)
     f = first + tl.arange(0, BLOCK_N)
     into_MN = out + row_M.to(tl.int64)[:, None] * INNER + f[None, :]
@@ -129,24 +136,27 @@ def _gate_up_tile(
 
 @triton.jit
 def _routed_gate_up(
-    y, gate_up, e, out, rows, valid, first, stride_y, BLOCK_M: tl.constexpr, COUNT: tl.constexpr,
-    SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr,
+    y, gate_up, factors, e, out, rows, valid, first, stride_y, BLOCK_M: tl.constexpr,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FP32: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """The tile for the `valid` pairs at `rows`."""
     m = tl.arange(0, BLOCK_M)
     pair_M = tl.load(rows + m, mask=m < valid, other=0)
     if not DESCRIBED:
         gate_up += e.to(tl.int64) * (2 * INNER * SIZE)
+    if factors is not None:
+        factors += e.to(tl.int64) * (2 * INNER)
     _gate_up_tile(
-        y, gate_up, e, out, pair_M // COUNT, pair_M, m < valid, first, stride_y,
+        y, gate_up, factors, e, out, pair_M // COUNT, pair_M, m < valid, first, stride_y,
         SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
     )  # fmt: skip
 
 
 @triton.jit
 def _grouped_gate_up_kernel(
-    y, gate_up, shared_gate_up, block_rows, blocks, inner, shared_inner, rows, stride_y,
+    y, gate_up, shared_gate_up, factors, shared_factors, block_rows, blocks, inner, shared_inner,
+    rows, stride_y,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
     FP32: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIBED: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
@@ -167,7 +177,7 @@ def _grouped_gate_up_kernel(
         if SHARED:
             row_M = program // SHARED_TILES * BLOCK_M + m
             _gate_up_tile(
-                y, shared_gate_up, 0, shared_inner, row_M, row_M, row_M < rows,
+                y, shared_gate_up, shared_factors, 0, shared_inner, row_M, row_M, row_M < rows,
                 program % SHARED_TILES * BLOCK_N, stride_y,
                 SIZE, SHARED, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
@@ -180,19 +190,19 @@ def _grouped_gate_up_kernel(
         if HALVES and valid <= BLOCK_M // 2:
             if valid > 0:
                 _routed_gate_up(
-                    y, gate_up, e, inner, at, valid, first, stride_y, BLOCK_M // 2, COUNT,
+                    y, gate_up, factors, e, inner, at, valid, first, stride_y, BLOCK_M // 2, COUNT,
                     SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
                 )  # fmt: skip
         elif valid > 0:
             _routed_gate_up(
-                y, gate_up, e, inner, at, valid, first, stride_y, BLOCK_M, COUNT,
+                y, gate_up, factors, e, inner, at, valid, first, stride_y, BLOCK_M, COUNT,
                 SIZE, INNER, FP32, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    inner, down, e, out, row_M, valid_M, first,
+    inner, down, factors, e, out, row_M, valid_M, first,
     SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -214,6 +224,8 @@ def _down_tile(
             inside_MK = inside_MK & (start + k < INNER)[None, :]
         tile_MK = tl.load(inner_MK + start, mask=inside_MK, other=0.0)
         total_MD = tl.dot(tile_MK, tile_KD, total_MD, input_precision="ieee")
+    if factors is not None:
+        total_MD = total_MD * tl.load(factors + d, mask=d < SIZE, other=0.0)[None, :]
     into_MD = out + row_M.to(tl.int64)[:, None] * SIZE + d[None, :]
     mask_MD = valid_M[:, None] & (d < SIZE)[None, :]
     tl.store(into_MD, total_MD.to(out.dtype.element_ty), mask=mask_MD)
@@ -221,7 +233,7 @@ def _down_tile(
 
 @triton.jit
 def _routed_down(
-    inner, down, e, out, rows, valid, first, BLOCK_M: tl.constexpr,
+    inner, down, factors, e, out, rows, valid, first, BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
@@ -230,14 +242,18 @@ def _routed_down(
     pair_M = tl.load(rows + m, mask=m < valid, other=0)
     if not DESCRIBED:
         down += e.to(tl.int64) * (SIZE * INNER)
+    if factors is not None:
+        factors += e.to(tl.int64) * SIZE
     _down_tile(
-        inner, down, e, out, pair_M, m < valid, first, SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED
-    )
+        inner, down, factors, e, out, pair_M, m < valid, first,
+        SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED,
+    )  # fmt: skip
 
 
 @triton.jit
 def _grouped_down_kernel(
-    inner, shared_inner, down, shared_down, block_rows, blocks, out, shared_out, rows,
+    inner, shared_inner, down, shared_down, factors, shared_factors, block_rows, blocks,
+    out, shared_out, rows,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DESCRIBED: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
@@ -255,8 +271,8 @@ def _grouped_down_kernel(
         if SHARED:
             row_M = b * BLOCK_M + m
             _down_tile(
-                shared_inner, shared_down, 0, shared_out, row_M, row_M < rows, first,
-                SIZE, SHARED, BLOCK_N, BLOCK_K, DESCRIBED,
+                shared_inner, shared_down, shared_factors, 0, shared_out, row_M, row_M < rows,
+                first, SIZE, SHARED, BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
     else:
         b -= shared_blocks
@@ -266,13 +282,59 @@ def _grouped_down_kernel(
         if HALVES and valid <= BLOCK_M // 2:
             if valid > 0:
                 _routed_down(
-                    inner, down, e, out, at, valid, first, BLOCK_M // 2,
+                    inner, down, factors, e, out, at, valid, first, BLOCK_M // 2,
                     SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED,
                 )  # fmt: skip
         elif valid > 0:
             _routed_down(
-                inner, down, e, out, at, valid, first, BLOCK_M,
+                inner, down, factors, e, out, at, valid, first, BLOCK_M,
                 SIZE, INNER, BLOCK_N, BLOCK_K, DESCRIBED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _grouped_fp4_kernel(
+    x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
+    block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
+    N: tl.constexpr, K: tl.constexpr, SHARED_N: tl.constexpr, SHARED_K: tl.constexpr,
+    COUNT: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Both kernels before with weights of four bits; COUNT rows of `out` share a row of x.
+
+    A block by BLOCK_N rows of the weight, of which gated ones (gate and up) give half as many
+    channels.
+    """
+    KINDS: tl.constexpr = 2 if GATED else 1
+    SHARED_TILES: tl.constexpr = (KINDS * SHARED_N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (KINDS * N + BLOCK_N - 1) // BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    program = tl.program_id(0)
+    shared_programs = (rows + BLOCK_M - 1) // BLOCK_M * SHARED_TILES
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if program < shared_programs:
+        if SHARED_N:
+            row_M = program // SHARED_TILES * BLOCK_M + m
+            product_tile(
+                shared_x + row_M.to(tl.int64) * stride_shared, row_M < rows,
+                shared_words, shared_scales, shared_factors,
+                shared_out + row_M.to(tl.int64) * SHARED_N, program % SHARED_TILES * BLOCK_N,
+                SHARED_N, SHARED_K, GATED, FP32, BLOCK_N,
+            )  # fmt: skip
+    else:
+        program -= shared_programs
+        block = tl.load(blocks + program // TILES)
+        e, valid = (block // 256).to(tl.int64) * (KINDS * N), block % 256
+        if valid > 0:
+            pair_M = tl.load(block_rows + program // TILES * BLOCK_M + m, m < valid, other=0)
+            pair_M = pair_M.to(tl.int64)
+            per_row: tl.constexpr = 64 if K % 64 == 0 else 16
+            product_tile(
+                x + pair_M // COUNT * stride_x, m < valid,
+                words + e * (K // 8), scales + e * (K // per_row), factors + e,
+                out + pair_M * N, program % TILES * BLOCK_N, N, K, GATED, FP32, BLOCK_N,
             )  # fmt: skip
 
 
@@ -307,16 +369,19 @@ def _combine_kernel(
 SORTED_AT_ONCE, SLICE = 1024, 512
 
 
-def _tile(n: int, k: int, warps: int, stages: int) -> dict[str, int]:
+Tile = dict[str, int]
+
+
+def _tile(n: int, k: int, warps: int, stages: int) -> Tile:
     return {"BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
 
 
-def _stream(*tile: int) -> dict[str, int | bool]:
+def _stream(*tile: int) -> Tile:
     """Of few rows: what they wait for is memory."""
     return _tile(*tile) | {"DESCRIBED": False, "HALVES": False}
 
 
-def _multiply(*tile: int) -> dict[str, int | bool]:
+def _multiply(*tile: int) -> Tile:
     """Of many rows: what they wait for is arithmetic. The copy engine brings the weights."""
     return _tile(*tile) | {"DESCRIBED": True, "HALVES": True}
 
@@ -327,6 +392,15 @@ TILES = {
     8: (16, _stream(32, 128, 4, 4), _stream(128, 128, 4, 3)),
     48: (64, _multiply(64, 64, 4, 4), _multiply(128, 64, 4, 3)),
     2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),
+}
+
+# Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
+# Unpacked ones move eight times the bytes, once for all pairs.
+FP4_TILES: dict[int, Tile] = {
+    8: {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4, "maxnreg": 128},
+    24: {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
+    48: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+    96: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
 }
 
 
@@ -355,7 +429,7 @@ def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tenso
 
 
 def _described(
-    tile: dict[str, int], *weights: torch.Tensor | None, gate_up: bool
+    tile: Tile, *weights: torch.Tensor | None, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """The weights as their kernel takes them: as pointers, or as what the copy engine needs.
 
@@ -380,43 +454,141 @@ def _described(
     return found
 
 
+def _words(*weights: FP4 | None) -> list[torch.Tensor | None]:
+    """The weights as their kernel takes them."""
+    found: list[torch.Tensor | None] = []
+    for weight in weights:
+        if weight is None:
+            found += [None, None, None]
+        else:
+            found += [words_of(weight.codes), scale_words(weight), weight.rows]
+    return found
+
+
+def _decoding(
+    y_TD: torch.Tensor,
+    gate_up: tuple[FP4, FP4 | None],
+    down: tuple[FP4, FP4 | None],
+    blocks: tuple[torch.Tensor, torch.Tensor],
+    tile: Tile,
+    count: int,
+    fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Each pair's output and the shared expert's, by weights decoded as they are read."""
+    (rows, size), width = y_TD.shape, down[0].shape[-1]
+    shared = 0 if down[1] is None else down[1].shape[-1]
+    inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
+    out_PD = y_TD.new_empty(rows * count, size)
+    shared_TD = y_TD.new_empty(rows, size) if shared else None
+    most, shared_blocks = len(blocks[1]), triton.cdiv(rows, tile["BLOCK_M"]) if shared else 0
+
+    def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
+        kinds = 2 if sizes["GATED"] else 1
+        tiles = (triton.cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
+        programs = sum(n * b for n, b in zip(tiles, (most, shared_blocks), strict=True))
+        _grouped_fp4_kernel[(programs,)](
+            x, shared_x, *_words(*weights), *blocks, out, shared_out, rows,
+            x.stride(0), shared_x.stride(0), **sizes, FP32=fp32, **tile, **pdl(y_TD),
+        )  # fmt: skip
+
+    launch(
+        y_TD, y_TD, gate_up, inner_PF, shared_TF,
+        N=width, K=size, SHARED_N=shared, SHARED_K=size, COUNT=count, GATED=True,
+    )  # fmt: skip
+    launch(
+        inner_PF, shared_TF, down, out_PD, shared_TD,
+        N=size, K=width, SHARED_N=size if shared else 0, SHARED_K=shared, COUNT=1, GATED=False,
+    )  # fmt: skip
+    return out_PD, shared_TD
+
+
+def _held(
+    tile: Tile, weights: tuple[Weight, Weight | None], dtype: torch.dtype, *, gate_up: bool
+) -> list[torch.Tensor | TensorDescriptor | None]:
+    """Weights as their kernel takes them, unpacked, and what scales their rows."""
+    held: list[torch.Tensor | None] = []
+    factors: list[torch.Tensor | None] = []
+    for weight in weights:
+        if isinstance(weight, FP4):
+            held.append(unpack.kernel(weight.codes, weight.scales, dtype=dtype))
+            factors.append(weight.rows)
+        else:
+            held.append(weight)
+            factors.append(None)
+    return [*_described(tile, *held, gate_up=gate_up), *factors]
+
+
+def _multiplying(
+    y_TD: torch.Tensor,
+    gate_up_EGD: tuple[Weight, Weight | None],
+    down_EDF: tuple[Weight, Weight | None],
+    blocks: tuple[torch.Tensor, torch.Tensor],
+    tiles: tuple[Tile, Tile],
+    count: int,
+    fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same by weights in the type of y; others are unpacked first, one kind after the other."""
+    block_m = blocks[0].shape[1]
+    (rows, size), width = y_TD.shape, down_EDF[0].shape[-1]
+    shared = 0 if down_EDF[1] is None else down_EDF[1].shape[-1]
+    # The copy engine wants rows of a multiple of 16 bytes.
+    aligned = all(n * y_TD.element_size() % 16 == 0 for n in (size, width, shared))
+    gate_up, down = (t | {"DESCRIBED": t["DESCRIBED"] and aligned} for t in tiles)
+    inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
+    sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "BLOCK_M": block_m}
+    most, shared_blocks = len(blocks[1]), triton.cdiv(rows, block_m) if shared else 0
+    programs = most * triton.cdiv(width, gate_up["BLOCK_N"])
+    programs += shared_blocks * triton.cdiv(shared, gate_up["BLOCK_N"])
+    _grouped_gate_up_kernel[(programs,)](
+        y_TD, *_held(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
+        inner_PF, shared_TF, rows, y_TD.stride(0), **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
+    )  # fmt: skip
+    out_PD = y_TD.new_empty(rows * count, size)
+    shared_TD = y_TD.new_empty(rows, size) if shared else None
+    _grouped_down_kernel[((most + shared_blocks) * triton.cdiv(size, down["BLOCK_N"]),)](
+        inner_PF, shared_TF, *_held(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
+        out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
+    )  # fmt: skip
+    return out_PD, shared_TD
+
+
 def grouped_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: torch.Tensor | None,
-    shared_down_DF: torch.Tensor | None,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
     *,
     fp32: bool,
     scale: float,
 ) -> torch.Tensor:
     """`moe` by sorted blocks; the arguments have been checked."""
-    (rows, size), count, (experts, _, width) = y_TD.shape, ids_TN.shape[1], down_EDF.shape
-    shared = 0 if shared_down_DF is None else shared_down_DF.shape[1]
-    block_m, gate_up, down = by_size(TILES, triton.cdiv(rows * count, experts))
-    # The copy engine wants rows of a multiple of 16 bytes.
-    aligned = all(n * y_TD.element_size() % 16 == 0 for n in (size, width, shared))
-    gate_up, down = (t | {"DESCRIBED": t["DESCRIBED"] and aligned} for t in (gate_up, down))
-    rows_BM, blocks_B = _sort(ids_TN, experts, block_m)
-    inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
-    out_PD = y_TD.new_empty(rows * count, size)
-    shared_TD = y_TD.new_empty(rows, size) if shared else None
+    (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
+    each = triton.cdiv(rows * count, experts)
+    if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
+        tile, apart = by_size(FP4_TILES, each), None
+        if isinstance(shared_gate_up_GD, torch.Tensor) or isinstance(shared_down_DF, torch.Tensor):
+            # Of another kind than the rest.
+            assert shared_gate_up_GD is not None and shared_down_DF is not None
+            inner_TF = swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
+            apart = project.kernel(inner_TF, shared_down_DF)
+            shared_gate_up_GD = shared_down_DF = None
+        blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
+        out_PD, shared_TD = _decoding(
+            y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks, tile,
+            count, fp32,
+        )  # fmt: skip
+        shared_TD = shared_TD if apart is None else apart
+    else:
+        block_m, gate_up, down = by_size(TILES, each)
+        blocks = _sort(ids_TN, experts, block_m)
+        out_PD, shared_TD = _multiplying(
+            y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
+            (gate_up, down), count, fp32,
+        )  # fmt: skip
     out_TD = y_TD.new_empty(rows, size)
-    sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "BLOCK_M": block_m}
-    most, shared_blocks = len(blocks_B), triton.cdiv(rows, block_m) if shared else 0
-    programs = most * triton.cdiv(width, gate_up["BLOCK_N"])
-    programs += shared_blocks * triton.cdiv(shared, gate_up["BLOCK_N"])
-    _grouped_gate_up_kernel[(programs,)](
-        y_TD, *_described(gate_up, gate_up_EGD, shared_gate_up_GD, gate_up=True),
-        rows_BM, blocks_B, inner_PF, shared_TF, rows, y_TD.stride(0),
-        **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
-    )  # fmt: skip
-    _grouped_down_kernel[((most + shared_blocks) * triton.cdiv(size, down["BLOCK_N"]),)](
-        inner_PF, shared_TF, *_described(down, down_EDF, shared_down_DF, gate_up=False),
-        rows_BM, blocks_B, out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
-    )  # fmt: skip
     block_d = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(rows, triton.cdiv(size, block_d))](
         out_PD, shared_TD, weights_TN, out_TD, scale,

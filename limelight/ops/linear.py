@@ -10,21 +10,22 @@ Products accumulate in FP32 and are rounded once; h and its norm are rounded bef
 which is rounded before SwiGLU. `fp32` chooses SwiGLU rounded once (Beam), else each of silu and
 the product is (Flint). The logits of `lm_head` are not rounded.
 
-Up to 128 rows go through kernels of our own (`thin.py`): one row through a single one, norm and
-SwiGLU within. For more, torch multiplies.
+A few rows go through kernels of our own (`thin.py`): one row through a single one, norm and SwiGLU
+within. For more, torch multiplies; or `fp4.product`, which decodes NVFP4 weights on their way.
 """
 
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import op, thin
+from limelight.ops import fp4, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
+from limelight.ops.fp4 import FP4, Weight, multiply_reference
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
 
-def project_reference(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+def project_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
     """x W^T: [T, D]."""
-    return F.linear(x_TF, weight_DF)
+    return multiply_reference(x_TF, weight_DF)
 
 
 def _normed(
@@ -39,20 +40,20 @@ def norm_project_reference(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor,
-    weight_ND: torch.Tensor,
+    weight_ND: Weight,
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h + x (without x: h itself), and the product [T, N] of its norm."""
     h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
-    return h_TD, F.linear(y_TD, weight_ND)
+    return h_TD, multiply_reference(y_TD, weight_ND)
 
 
 def norm_swiglu_reference(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor,
-    gate_up_GD: torch.Tensor,
+    gate_up_GD: Weight,
     *,
     eps: float,
     fp32: bool,
@@ -62,35 +63,37 @@ def norm_swiglu_reference(
     return h_TD, swiglu_project_reference(y_TD, gate_up_GD, fp32=fp32)
 
 
-def swiglu_project_reference(
-    x_TD: torch.Tensor, gate_up_GD: torch.Tensor, *, fp32: bool
-) -> torch.Tensor:
+def swiglu_project_reference(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool) -> torch.Tensor:
     """SwiGLU [T, F] of x W^T; the rows of W are the gate's and then up's."""
     act = swiglu_fp32 if fp32 else swiglu
-    return act(F.linear(x_TD, gate_up_GD))
+    return act(multiply_reference(x_TD, gate_up_GD))
 
 
-def lm_head_reference(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+def lm_head_reference(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
     """x W^T: FP32 [T, V] of operands in their own types."""
-    return F.linear(x_TD.float(), weight_VD.float())
+    if isinstance(weight_VD, torch.Tensor):
+        weight_VD = weight_VD.float()
+    return multiply_reference(x_TD.float(), weight_VD)
 
 
 def _product(
     x_TF: torch.Tensor,
-    weight_DF: torch.Tensor,
+    weight_DF: Weight,
     *,
     fp32: bool | None = None,
 ) -> torch.Tensor:
     """x W^T; `fp32` not None means SwiGLU follows."""
     if len(x_TF) == 1 and x_TF.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
-    if thin.few_tile(*x_TF.shape) is not None:
+    if thin.few_tile(len(x_TF), weight_DF) is not None:
         return thin.few_rows(x_TF, weight_DF, fp32=fp32)
+    if isinstance(weight_DF, FP4):
+        return fp4.product(x_TF, weight_DF, fp32=fp32)
     y_TD = F.linear(x_TF, weight_DF)
     return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
 
 
-def _launch_project(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+def _launch_project(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
     return _product(x_TF, weight_DF)
 
 
@@ -106,7 +109,7 @@ def _norm_product(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor,
-    weight_ND: torch.Tensor,
+    weight_ND: Weight,
     *,
     eps: float,
     fp32: bool | None = None,
@@ -122,7 +125,7 @@ def _launch_norm_project(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor,
-    weight_ND: torch.Tensor,
+    weight_ND: Weight,
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +136,7 @@ def _launch_norm_swiglu(
     h_TD: torch.Tensor,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor,
-    gate_up_GD: torch.Tensor,
+    gate_up_GD: Weight,
     *,
     eps: float,
     fp32: bool,
@@ -141,16 +144,16 @@ def _launch_norm_swiglu(
     return _norm_product(h_TD, x_TD, norm_D, gate_up_GD, eps=eps, fp32=fp32)
 
 
-def _launch_swiglu_project(
-    x_TD: torch.Tensor, gate_up_GD: torch.Tensor, *, fp32: bool
-) -> torch.Tensor:
+def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool) -> torch.Tensor:
     return _product(x_TD, gate_up_GD, fp32=fp32)
 
 
-def _launch_lm_head(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
     # With more rows torch's product is as fast.
     if len(x_TD) == 1 and x_TD.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
+    if isinstance(weight_VD, FP4):
+        return fp4.product(x_TD, weight_VD, dtype=torch.float32)
     return torch.mm(x_TD, weight_VD.T, out_dtype=torch.float32)
 
 

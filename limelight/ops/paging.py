@@ -20,6 +20,7 @@ SCORES_AT_ONCE = 2**19
 MASKS_KEPT = 2**20
 # Sequences with at most this many queries are decoding, and verify drafts at most.
 FEW_QUERIES = 16
+FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +28,47 @@ class LayerCache:
     """The cache of one layer: [2, K, S, C], keys and then values, flat over its slots.
 
     A slot is block * block_size + offset. Slot 0 is never written and holds zeros: a key that
-    scores 0 against every query stands there for the sink.
+    scores 0 against every query stands there for the sink. One of FP8 (E4M3) holds keys and values
+    divided by `scales_2`, FP32 and positive; what lies beyond FP8's reach is its largest number.
     """
 
     pairs_2KSC: torch.Tensor
+    scales_2: torch.Tensor | None = None
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
         """Put keys and values of T tokens into their slots, in the cache's type; -1 is nowhere."""
         if len(slots_T) and int(slots_T.min()) < 0:
             kept_T = slots_T >= 0
             slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
-        for half_KSC, new_TKC in zip(self.pairs_2KSC, (k_TKC, v_TKC), strict=True):
-            half_KSC.index_copy_(1, slots_T, new_TKC.to(half_KSC.dtype).transpose(0, 1))
+        for half, new_TKC in enumerate((k_TKC, v_TKC)):
+            if self.scales_2 is not None:
+                scaled_TKC = new_TKC.float() / self.scales_2[half]
+                new_TKC = scaled_TKC.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
+            into_KSC = self._numbers[half]
+            into_KSC.index_copy_(1, slots_T, new_TKC.to(into_KSC.dtype).transpose(0, 1))
 
     def read(self, slots_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these slots: [K, B, L, C] each."""
+        """Keys and values of these slots: [K, B, L, C] each; of FP8 in FP32, and scaled."""
         kv_heads = self.pairs_2KSC.shape[1]
-        pairs = self.pairs_2KSC.flatten(0, 1).index_select(1, slots_BL.flatten())
+        pairs = self._numbers.flatten(0, 1).index_select(1, slots_BL.flatten())
         keys, values = pairs.unflatten(1, slots_BL.shape).split(kv_heads)
+        if self.scales_2 is not None:
+            k_scale, v_scale = self.scales_2
+            return keys.view(FP8).float() * k_scale, values.view(FP8).float() * v_scale
         return keys, values
+
+    @property
+    def _numbers(self) -> torch.Tensor:
+        """The pairs in a type that torch can copy by index: bytes for FP8."""
+        return self.pairs_2KSC if self.scales_2 is None else self.pairs_2KSC.view(torch.uint8)
+
+    def check(self) -> None:
+        """What kernels take for granted."""
+        assert self.pairs_2KSC.is_contiguous()
+        assert (self.pairs_2KSC.dtype == FP8) == (self.scales_2 is not None)
+        if self.scales_2 is not None:
+            assert self.scales_2.shape == (2,) and self.scales_2.dtype == torch.float32
+            assert self.scales_2.stride(0) == 1
 
 
 @dataclass(frozen=True, slots=True)

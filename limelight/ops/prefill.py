@@ -18,8 +18,12 @@ from limelight.ops.decode import (
     absorb,
     block_start,
     check_paging,
+    empty_sums,
     end_with,
     fetch,
+    halved,
+    joined,
+    kernel_view,
     locate,
 )
 from limelight.ops.paging import LayerCache, PagedLayout
@@ -27,7 +31,7 @@ from limelight.ops.paging import LayerCache, PagedLayout
 
 @triton.jit(do_not_specialize=["few", "table_stride"])
 def _prefill_kernel(
-    q, pairs, tables, rows, seq_lens, starts, sinks, gate, bias, out,
+    q, pairs, scales, tables, rows, seq_lens, starts, sinks, gate, bias, out,
     few, q_stride, table_stride, half_stride, gate_stride, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -35,8 +39,14 @@ def _prefill_kernel(
 ):  # fmt: skip
     """QUERIES queries of one sequence and KV head; grid (tile from the last on, K, B)."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
+    FP8: tl.constexpr = pairs.dtype.element_ty == tl.int16
+    WIDTH: tl.constexpr = C // 2 if FP8 else C
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    v_scale = 1.0
+    if FP8:
+        scale *= tl.load(scales)
+        v_scale = tl.load(scales + 1)
     kv, b = tl.program_id(1).to(tl.int64), few + tl.program_id(2)
     start, length = tl.load(starts + b), tl.load(seq_lens + b)
     queries = tl.load(starts + b + 1) - start
@@ -56,7 +66,9 @@ def _prefill_kernel(
         m_R, l_R = tl.full((ROWS,), HIDDEN, tl.float32), tl.zeros((ROWS,), tl.float32)
         if SINKS:
             m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
-        a_RC = tl.zeros((ROWS, C), tl.float32)
+        a_RC = empty_sums(ROWS, C, FP8)
+        if FP8:
+            q_RC = halved(q_RC)
 
         # All queries see the keys from `inner` to `outer`; the tiles around have hidden ones.
         oldest = length - queries + i0
@@ -74,24 +86,25 @@ def _prefill_kernel(
             at = tl.where(edge < left, begin + edge * KEYS, outer + (edge - left) * KEYS)
             slot_L = locate(table, at, end, SIZE, KEYS)
             k_CL, v_LC = fetch(
-                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, False
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
             )
             m_R, l_R, a_RC = absorb(
                 q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, KEYS, False,
+                WINDOW, KEYS, False, FP8,
             )  # fmt: skip
         slot_L = locate(table, inner, outer, SIZE, KEYS)
         for at in tl.range(inner, outer, KEYS):
             k_CL, v_LC = fetch(
-                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, True
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, WIDTH, KEYS, True
             )
             # A step ahead, so that keys and values can be copied several ahead.
             slot_L = locate(table, at + KEYS, outer, SIZE, KEYS)
             m_R, l_R, a_RC = absorb(
                 q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, KEYS, True,
+                WINDOW, KEYS, True, FP8,
             )  # fmt: skip
 
+        a_RC = joined(a_RC, v_scale, FP8)
         end_with(out, a_RC, l_R, t_R1, head, real_R1, gate, bias, gate_stride, HEADS, C, GATE)
 
 
@@ -108,6 +121,9 @@ class Tile:
 # By the most queries of a sequence.
 FULL = {4096: Tile(64, 64, 4, 3), 2**31: Tile(128, 128, 8, 2)}
 WINDOW = {2**31: Tile(64, 64, 4, 3)}
+# Keys and values of FP8 are made wider once for all rows of a tile.
+FULL_FP8 = {4096: Tile(128, 64, 8, 3), 2**31: Tile(128, 128, 8, 2)}
+WINDOW_FP8 = {2**31: Tile(128, 64, 8, 3)}
 
 
 def launch(
@@ -123,15 +139,16 @@ def launch(
     """Attention of all sequences but the `few` first into `out_THC`."""
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
-    group, tiles = heads // kv_heads, FULL if layout.window is None else WINDOW
-    tile = tile or by_size(tiles, layout.max_query)
+    pairs, group = kernel_view(cache), heads // kv_heads
+    full, windowed = (FULL, WINDOW) if cache.scales_2 is None else (FULL_FP8, WINDOW_FP8)
+    tile = tile or by_size(full if layout.window is None else windowed, layout.max_query)
     rows = max(tile.rows, triton.next_power_of_2(group))
     queries = rows // group
     grid = (triton.cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)
     _prefill_kernel[grid](
-        q_TN, cache.pairs_2KSC, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
+        q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, *end.arguments, out_THC,
-        layout.few, q_TN.stride(0), layout.tables_SN.stride(0), cache.pairs_2KSC.stride(1),
+        layout.few, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
         end.gate_stride, scale * LOG2E.value,
         GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
         WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys,

@@ -186,8 +186,24 @@ def prepared(
 
 
 @triton.jit
+def fp8_of(x, scale):
+    """The bytes of x / scale in E4M3: to the nearest, halves to even, and at most 448 in size.
+
+    By arithmetic, as before Ada no GPU has an instruction for it.
+    """
+    y = tl.div_rn(x.to(tl.float32), scale)
+    size = tl.minimum(tl.abs(y), 448.0)
+    exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, 121)
+    # The last place of the sum with this power of two is that of E4M3, so the sum is rounded there.
+    power = (exponent + 20) << 23
+    total = (size + power.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (sign | (((exponent - 121) << 3) + total - power)).to(tl.uint8)
+
+
+@triton.jit
 def _prepare_kernel(
-    qkv, weight, slots, cos, sin, ssmax, q, pairs, qkv_stride, half_stride, eps,
+    qkv, weight, slots, cos, sin, ssmax, q, pairs, scales, qkv_stride, half_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, TURN: tl.constexpr,
     ROUND: tl.constexpr, SSMAX: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +235,10 @@ def _prepare_kernel(
         C, TURN, ROUND, SSMAX, q.dtype.element_ty,
     )  # fmt: skip
     tl.store(q + t * HEADS * C + j[:, None] * C + c, y_JC, mask=query)
-    y_JC = tl.where(normed, y_JC, x_JC).to(pairs.dtype.element_ty)
+    y_JC = tl.where(normed, y_JC, x_JC)
+    if pairs.dtype.element_ty == tl.uint8:
+        y_JC = fp8_of(y_JC, tl.load(scales + (j >= HEADS + KV_HEADS).to(tl.int32))[:, None])
+    y_JC = y_JC.to(pairs.dtype.element_ty)
     kept = (j >= HEADS)[:, None] & held & (slot >= 0)
     at = (j - HEADS).to(tl.int64)[:, None] * half_stride + slot * C + c
     tl.store(pairs + at, y_JC, mask=kept)
@@ -276,8 +295,10 @@ def _launch_prepare(
         return q_THC
     block, warps = by_size(PREPARE, tokens)
     rounds = rounds_products(turn, qkv_TN)
+    if cache.scales_2 is not None:
+        pairs_2KSC = pairs_2KSC.view(torch.uint8)
     _prepare_kernel[(tokens, triton.cdiv(held, block))](
-        qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC,
+        qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC, cache.scales_2,
         qkv_TN.stride(0), pairs_2KSC.stride(1), heads.eps,
         HEADS=heads.queries, KV_HEADS=heads.keys, C=head_dim,
         TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None, BLOCK_J=block,
@@ -310,7 +331,8 @@ def check_preparation(
     tokens: int,
 ) -> None:
     """What a kernel that prepares heads takes for granted."""
-    assert weight_2C.is_contiguous() and cache.pairs_2KSC.is_contiguous()
+    assert weight_2C.is_contiguous()
+    cache.check()
     assert cache.pairs_2KSC.shape[:2] == (2, heads.keys)
     assert cache.pairs_2KSC.shape[3] == weight_2C.shape[1]
     for table in angles(turn):

@@ -180,9 +180,10 @@ def _best_groups(key_GX, x_X, KEPT: tl.constexpr):
     first_G = tl.max(key_GX, axis=1)
     place_G = tl.min(tl.where(key_GX == first_G[:, None], x_X[None, :], key_GX.shape[1]), axis=1)
     rest_GX = tl.where(x_X[None, :] == place_G[:, None], LEAST, key_GX)
-    first_G = _ordered(first_G).to(tl.float32, bitcast=True)
     second_G = _ordered(tl.max(rest_GX, axis=1)).to(tl.float32, bitcast=True)
-    score_G = _ordered(first_G + second_G)
+    score_G = _ordered(_ordered(first_G).to(tl.float32, bitcast=True) + second_G)
+    # What is no group would be a NaN, which some devices place above all numbers.
+    score_G = tl.where(first_G == LEAST, LEAST, score_G)
     g = tl.arange(0, key_GX.shape[0])
     ahead_GG = score_G[None, :] > score_G[:, None]
     ahead_GG |= (score_G[None, :] == score_G[:, None]) & (g[None, :] < g[:, None])

@@ -3,7 +3,8 @@
     y = x W^T, rounded once;   gated: silu(gate) * up of y = [gate, up], as `activation` rounds it
 
 One row, with its norm within: the weight waits in registers for the row and meets it on the FP32
-units. A few rows: it waits there in the order of the matrix units' operands.
+units. A few rows: it waits there in the order of the matrix units' operands. NVFP4 weights wait as
+they are stored, a block of 16 a thread, and are decoded when the row is there.
 
 Both ask for their weights before they wait for their rows.
 """
@@ -16,6 +17,18 @@ import triton.language as tl
 
 from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.fp4 import (
+    ASSEMBLY,
+    BLOCK,
+    FP4,
+    LEFT_OF_SUMS,
+    LEFT_OF_WEIGHTS,
+    Weight,
+    block_scale,
+    codes_of,
+    weights_of,
+    words_of,
+)
 
 
 @triton.jit
@@ -76,6 +89,138 @@ def _one_kernel(
     y_N = tl.sum(sum_NX, axis=1)
     if GATED:
         gate_N, up_N = tl.split(tl.reshape(y_N, [BLOCK_N // 2, 2]))
+        y_N = rounded_swiglu(gate_N, up_N, FP32, out.dtype.element_ty)
+    n = tl.program_id(0) * y_N.shape[0] + tl.arange(0, y_N.shape[0])
+    tl.store(out + n, y_N.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def decoded(block, scale):
+    """The codes [..., 8] of both halves of each block, an int64, and its scale."""
+    low = codes_of(block.to(tl.int32))
+    return low, codes_of((block >> 32).to(tl.int32)), block_scale(scale)
+
+
+@triton.jit
+def block_sums(weights, low, high):
+    """Each block of `decoded` times its columns [..., 8]: FP32, LEFT_OF_SUMS times too small."""
+    sums = tl.sum(weights[0] * low, axis=-1) + tl.sum(weights[1] * high, axis=-1)
+    return sums * weights[2]
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """FP32 values as `dtype` has them; two at once, for one by one they are converted slowly."""
+    if dtype != tl.bfloat16 or not ASSEMBLY:
+        return x.to(dtype).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        cvt.rn.bf16x2.f32 a, $3, $2; shl.b32 $0, a, 16; and.b32 $1, a, 0xFFFF0000;
+        }
+        """,
+        "=r,=r,r,r",
+        [x],
+        tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def stacked(tiles):
+    """2^n tensors [...] as one [..., 2^n]; all in registers."""
+    shape: tl.constexpr = tiles[0].shape
+    COUNT: tl.constexpr = len(tiles)
+    joined = tiles
+    for _ in tl.static_range(COUNT // 2):
+        if len(joined) > 1:
+            halved = ()
+            for i in tl.static_range(len(joined) // 2):
+                pair = tl.join(joined[i], joined[i + len(joined) // 2])
+                halved = halved + (pair,)  # type: ignore[assignment]
+            joined = halved
+    return tl.reshape(joined[0], shape + [COUNT])
+
+
+@triton.jit
+def _one_fp4_kernel(
+    h, x, norm, weight, scales, factors, out_h, out, eps,
+    N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_one_kernel`. Tiles [BLOCK_B, BLOCK_R] of blocks, one a thread; a program has several.
+
+    All threads lie along the columns where there are enough: each makes its part of the row once,
+    for all rows of the weight.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    BLOCKS: tl.constexpr = F // 16
+    CHUNKS: tl.constexpr = (BLOCKS + BLOCK_B - 1) // BLOCK_B
+    ITEMS: tl.constexpr = BLOCK_N // BLOCK_R
+    ROWS: tl.constexpr = N * (2 if GATED else 1)
+    dtype: tl.constexpr = (x if h is None else h).dtype.element_ty
+    b = tl.arange(0, BLOCK_B)[:, None]
+    i_RI = tl.program_id(0) * BLOCK_N + tl.reshape(tl.arange(0, BLOCK_N), [BLOCK_R, ITEMS])
+    i_R = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_R) * ITEMS
+    # Of every block first the low 8 columns, then the high ones.
+    f = tl.broadcast_to((b * 16)[:, :, None], [BLOCK_B, BLOCK_R, 8]) + tl.arange(0, 8)
+    tiles, tile_scales, norms, row = (), (), (), ()
+    for c in tl.static_range(CHUNKS):
+        for i in tl.static_range(ITEMS):
+            at = _weight_row(i_R + i, N, GATED)[None, :] * BLOCKS + c * BLOCK_B + b
+            if ROWS % BLOCK_N == 0 and BLOCKS % BLOCK_B == 0:
+                tile, scale = tl.load(weight + at), tl.load(scales + at)
+            else:
+                inside = (i_R + i < ROWS)[None, :] & (c * BLOCK_B + b < BLOCKS)
+                tile = tl.load(weight + at, mask=inside, other=0)
+                scale = tl.load(scales + at, mask=inside, other=0)
+            tiles = tiles + (tile,)  # type: ignore[assignment]
+            tile_scales = tile_scales + (scale,)  # type: ignore[assignment]
+    factor_RI = tl.load(factors + _weight_row(i_RI, N, GATED), mask=i_RI < ROWS, other=0.0)
+    if norm is not None:
+        for c in tl.static_range(2 * CHUNKS):
+            at = c // 2 * BLOCK_B * 16 + c % 2 * 8 + f
+            tile = tl.load(norm + at, mask=at < F, other=0.0)
+            norms = norms + (tile,)  # type: ignore[assignment]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    square = tl.zeros([BLOCK_B, BLOCK_R, 8], tl.float32)
+    for c in tl.static_range(2 * CHUNKS):
+        at = c // 2 * BLOCK_B * 16 + c % 2 * 8 + f
+        tile = tl.load((x if h is None else h) + at, mask=at < F, other=0.0)
+        if h is not None and x is not None:
+            added = tl.load(x + at, mask=at < F, other=0.0).to(tl.float32)
+            tile = (tile.to(tl.float32) + added).to(dtype)
+            first = (tl.program_id(0) == 0) & (tl.arange(0, BLOCK_R) == 0)
+            tl.store(out_h + at, tile, mask=(at < F) & first[None, :, None])
+        if norm is not None:
+            square += tile.to(tl.float32) * tile.to(tl.float32)
+        row = row + (tile,)  # type: ignore[assignment]
+    if norm is not None:
+        mean_R = tl.sum(tl.sum(square, axis=2), axis=0) / F
+        scale_R = tl.rsqrt(mean_R + eps)[None, :, None]
+    sums = ()
+    for _ in tl.static_range(ITEMS):
+        sums = sums + (tl.zeros([BLOCK_B, BLOCK_R], tl.float32),)  # type: ignore[assignment]
+    for c in tl.static_range(CHUNKS):
+        low = row[2 * c].to(tl.float32)  # type: ignore[var-annotated]
+        high = row[2 * c + 1].to(tl.float32)
+        if norm is not None:
+            low = _rounded(low * scale_R * norms[2 * c].to(tl.float32), dtype)
+            high = _rounded(high * scale_R * norms[2 * c + 1].to(tl.float32), dtype)
+        old = sums
+        sums = ()
+        for i in tl.static_range(ITEMS):
+            weights = decoded(tiles[c * ITEMS + i], tile_scales[c * ITEMS + i])
+            sums = sums + (old[i] + block_sums(weights, low, high),)
+    y_RI = tl.sum(stacked(sums), axis=0) * factor_RI * LEFT
+    y_N = tl.reshape(y_RI, [BLOCK_N])
+    if GATED:
+        gate_N, up_N = tl.split(tl.reshape(y_RI, [BLOCK_N // 2, 2]))
         y_N = rounded_swiglu(gate_N, up_N, FP32, out.dtype.element_ty)
     n = tl.program_id(0) * y_N.shape[0] + tl.arange(0, y_N.shape[0])
     tl.store(out + n, y_N.to(out.dtype.element_ty), mask=n < N)
@@ -159,6 +304,89 @@ def _few_kernel(
 
 
 @triton.jit
+def _few_fp4_kernel(
+    x, weight, scales, factors, out, rows, stride_x,
+    N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_few_kernel`. A tile is 8 rows of the weight and 128 columns for each warp.
+
+    A thread has 32 neighbouring columns of a row: 4 words and the scales of two blocks. Triton
+    gives a thread 4 columns that lie together of 16 where it sees that weights come of fewer bits.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    CHUNKS: tl.constexpr = (F + WARPS * 128 - 1) // (WARPS * 128)
+    ROWS: tl.constexpr = N * (2 if GATED else 1)
+    ITEMS: tl.constexpr = BLOCK_N // 8
+    # The matrix unit takes 16 rows at least.
+    COPIES: tl.constexpr = 2 if BLOCK_T == 8 else 1
+    M: tl.constexpr = BLOCK_T * COPIES
+    dtype: tl.constexpr = x.dtype.element_ty
+    r = tl.program_id(0) * BLOCK_N + tl.arange(0, 8)[:, None, None] * ITEMS
+    w = tl.arange(0, WARPS)[None, :, None] * (CHUNKS * 128)
+    word, pair = tl.arange(0, 16)[None, None, :], tl.arange(0, 4)[None, None, :]
+    tiles, pairs = (), ()
+    for c in tl.static_range(CHUNKS):
+        for i in tl.static_range(ITEMS):
+            f, row = w + c * 128, _weight_row(r + i, N, GATED)
+            at = weight + row * (F // 8) + (f // 8 + word)
+            at_scale = scales + row * (F // 32) + (f // 32 + pair)
+            if ROWS % BLOCK_N == 0 and F % (WARPS * 128) == 0:
+                tile, scale = tl.load(at), tl.load(at_scale)
+            else:
+                tile = tl.load(at, mask=(r + i < ROWS) & (f + word * 8 < F), other=0)
+                scale = tl.load(at_scale, mask=(r + i < ROWS) & (f + pair * 32 < F), other=0)
+            tiles = tiles + (tile,)  # type: ignore[assignment]
+            pairs = pairs + (scale,)  # type: ignore[assignment]
+    i_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    factor_N = tl.load(factors + _weight_row(i_N, N, GATED), mask=i_N < ROWS, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # [4, 8, WARPS, BLOCK_T / 8, 4, 8]: in this order a thread loads the columns that it has.
+    shape: tl.constexpr = [4, 8, WARPS, BLOCK_T // 8, 4, 8]
+    f = tl.arange(0, 4)[:, None, None, None, None, None] * 32
+    f += tl.arange(0, WARPS)[None, None, :, None, None, None] * (CHUNKS * 128)
+    f += tl.arange(0, 4)[None, None, None, None, :, None] * 8 + tl.arange(0, 8)
+    t = tl.arange(0, 8)[None, :, None, None, None, None]
+    t += tl.arange(0, BLOCK_T // 8)[None, None, None, :, None, None] * 8
+    f, t = tl.broadcast_to(f, shape), tl.broadcast_to(t, shape)
+    sums = ()
+    for _ in tl.static_range(ITEMS):
+        sums = sums + (tl.zeros([WARPS, M, 8], tl.float32),)  # type: ignore[assignment]
+    for c in tl.static_range(CHUNKS):
+        at = x + t.to(tl.int64) * stride_x + (f + c * 128)
+        x_tile = tl.load(at, mask=(t < rows) & (f + c * 128 < F), other=0.0)
+        x_tile = tl.broadcast_to(x_tile, [4, 8, WARPS, BLOCK_T // 8 * COPIES, 4, 8])
+        x_tile = tl.reshape(x_tile, [4, 8, WARPS, BLOCK_T // 8 * COPIES, 4, 2, 4])
+        x_tile = tl.reshape(tl.permute(x_tile, [2, 3, 1, 4, 5, 0, 6]), [WARPS, M, 128])
+        old = sums
+        sums = ()
+        for i in tl.static_range(ITEMS):
+            scale = pairs[c * ITEMS + i]
+            scale = tl.join(scale & 255, (scale >> 8) & 255)[:, :, :, :, None]
+            scale = tl.reshape(tl.broadcast_to(scale, [8, WARPS, 4, 2, 2]), [8, WARPS, 16])
+            tile = weights_of(tiles[c * ITEMS + i], scale, dtype)
+            tile = tl.reshape(tile, [8, WARPS, 4, 4, 2, 4])
+            tile = tl.reshape(tl.permute(tile, [1, 3, 4, 2, 5, 0]), [WARPS, 128, 8])
+            sum_ = tl.dot(x_tile, tile, old[i], input_precision="ieee")
+            sums = sums + (sum_,)  # type: ignore[assignment]
+    sum_WTN = tl.reshape(stacked(sums), [WARPS, M, BLOCK_N])
+    if COPIES == 2:
+        # The same in both copies.
+        sum_WTN = tl.sum(tl.reshape(sum_WTN, [WARPS, 2, BLOCK_T, BLOCK_N]), axis=1) * 0.5
+    y_TN = tl.sum(sum_WTN, axis=0) * (factor_N * LEFT)[None, :]
+    if GATED:
+        gate_TN, up_TN = tl.split(tl.reshape(y_TN, [BLOCK_T, BLOCK_N // 2, 2]))
+        y_TN = rounded_swiglu(gate_TN, up_TN, FP32, out.dtype.element_ty)
+    t = tl.arange(0, BLOCK_T)[:, None]
+    n = tl.program_id(0) * y_TN.shape[1] + tl.arange(0, y_TN.shape[1])[None, :]
+    y_TN = y_TN.to(out.dtype.element_ty)
+    tl.store(out + t.to(tl.int64) * N + n, y_TN, mask=(t < rows) & (n < N))
+
+
+@triton.jit
 def _swiglu_kernel(
     gate_up, out, N, FP32: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -201,19 +429,31 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
     8: {768: Tile(16, 4, 4), 2048: Tile(16, 4, 3), 2560: Tile(16, 8, 2), 8192: Tile(8, 8, 2)},
     16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
+# One row and an NVFP4 weight, by the most columns.
+ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 8192: Tile(4, 4, 6)}
+# By the most columns.
+FEW_ROWS_FP4 = {2048: Tile(16, 4, 5), 4096: Tile(16, 8, 2), 8192: Tile(8, 8, 2)}
 MOST_COLUMNS = 8192  # that registers hold
 
 
-def check(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> None:
-    assert x_TF.stride(1) == 1 and x_TF.dtype == weight_DF.dtype
-    assert weight_DF.is_contiguous() and weight_DF.shape[1] == x_TF.shape[1]
+def check(x_TF: torch.Tensor, weight_DF: Weight) -> None:
+    assert x_TF.stride(1) == 1 and weight_DF.shape[1] == x_TF.shape[1]
+    if isinstance(weight_DF, FP4):
+        weight_DF.check()
+    else:
+        assert weight_DF.is_contiguous() and x_TF.dtype == weight_DF.dtype
+
+
+def blocks_of(weight: FP4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as int64 [..., N, K / 16], a block each, and the bits of their scales."""
+    return weight.codes.view(torch.int64), weight.scales.view(torch.uint8)
 
 
 def one_row(
     h_TD: torch.Tensor | None,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor | None,
-    weight_DF: torch.Tensor,
+    weight_DF: Weight,
     *,
     eps: float = 0.0,
     fp32: bool | None = None,
@@ -226,27 +466,38 @@ def one_row(
     check(row_TD, weight_DF)
     assert norm_D is None or norm_D.is_contiguous() and norm_D.shape == row_TD.shape[1:]
     rows, columns = weight_DF.shape
-    tile = tile or by_size(ONE_ROW, columns)
+    tile = tile or by_size(ONE_ROW_FP4 if isinstance(weight_DF, FP4) else ONE_ROW, columns)
     out_TD = None
     if h_TD is not None and x_TD is not None:
         assert x_TD.shape == h_TD.shape and x_TD.stride(1) == 1 and x_TD.dtype == h_TD.dtype
         out_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
     outputs = rows if fp32 is None else rows // 2
     y_TN = torch.empty(1, outputs, dtype=dtype or row_TD.dtype, device=row_TD.device)
+    options = {"N": outputs, "F": columns, "GATED": fp32 is not None, "FP32": bool(fp32)}
+    options |= {"num_warps": tile.warps, "maxnreg": tile.registers, **pdl(row_TD)}
+    grid = (triton.cdiv(rows, tile.rows),)
     # The widest piece that leaves no rest, if that is not too narrow.
-    span, most = columns & -columns, 256 * tile.warps
-    block = min(span if span >= 256 else triton.next_power_of_2(columns), most)
-    _one_kernel[(triton.cdiv(rows, tile.rows),)](
-        h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps, N=outputs, F=columns,
-        GATED=fp32 is not None, FP32=bool(fp32), BLOCK_N=tile.rows, BLOCK_F=max(block, 32),
-        num_warps=tile.warps, maxnreg=tile.registers, **pdl(row_TD),
-    )  # fmt: skip
+    span = columns & -columns
+    if isinstance(weight_DF, FP4):
+        block = span if span >= 256 else triton.next_power_of_2(columns)
+        block = min(block // BLOCK, 32 * tile.warps)
+        _one_fp4_kernel[grid](
+            h_TD, x_TD, norm_D, *blocks_of(weight_DF), weight_DF.rows, out_TD, y_TN, eps,
+            BLOCK_N=tile.rows, BLOCK_R=min(32 * tile.warps // block, tile.rows), BLOCK_B=block,
+            LEFT=LEFT_OF_SUMS, **options,
+        )  # fmt: skip
+    else:
+        block = min(span if span >= 256 else triton.next_power_of_2(columns), 256 * tile.warps)
+        _one_kernel[grid](
+            h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps,
+            BLOCK_N=tile.rows, BLOCK_F=max(block, 32), **options,
+        )  # fmt: skip
     return out_TD, y_TN
 
 
 def few_rows(
     x_TF: torch.Tensor,
-    weight_DF: torch.Tensor,
+    weight_DF: Weight,
     *,
     fp32: bool | None = None,
     dtype: torch.dtype | None = None,
@@ -255,25 +506,37 @@ def few_rows(
     """The product; `fp32` not None means SwiGLU follows."""
     check(x_TF, weight_DF)
     (count, columns), rows = x_TF.shape, len(weight_DF)
-    tile = tile or few_tile(count, columns)
+    tile = tile or few_tile(count, weight_DF)
     assert tile is not None
     outputs = rows if fp32 is None else rows // 2
     y_TN = torch.empty(count, outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
-    run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
-    _few_kernel[(triton.cdiv(rows, tile.rows),)](
-        x_TF, weight_DF, y_TN, count, x_TF.stride(0), N=outputs, F=columns,
-        GATED=fp32 is not None, FP32=bool(fp32), BLOCK_T=max(triton.next_power_of_2(count), 8),
-        BLOCK_N=tile.rows, WARPS=tile.warps, RUN=run & -run,
-        num_warps=tile.warps, maxnreg=tile.registers, **pdl(x_TF),
-    )  # fmt: skip
+    options = {"N": outputs, "F": columns, "GATED": fp32 is not None, "FP32": bool(fp32)}
+    options |= {"BLOCK_T": max(triton.next_power_of_2(count), 8), "BLOCK_N": tile.rows}
+    options |= {"WARPS": tile.warps, "num_warps": tile.warps, "maxnreg": tile.registers}
+    grid = (triton.cdiv(rows, tile.rows),)
+    if isinstance(weight_DF, FP4):
+        scales = weight_DF.scales.view(torch.int16)
+        _few_fp4_kernel[grid](
+            x_TF, words_of(weight_DF.codes), scales, weight_DF.rows, y_TN, count, x_TF.stride(0),
+            LEFT=LEFT_OF_WEIGHTS, **options, **pdl(x_TF),
+        )  # fmt: skip
+    else:
+        run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
+        _few_kernel[grid](
+            x_TF, weight_DF, y_TN, count, x_TF.stride(0), RUN=run & -run, **options, **pdl(x_TF)
+        )
     return y_TN
 
 
-def few_tile(count: int, columns: int) -> Tile | None:
-    """The tile for a few rows; None where torch's product is as good."""
+def few_tile(count: int, weight_DF: Weight) -> Tile | None:
+    """The tile for a few rows; None where another product is as good."""
+    columns = weight_DF.shape[1]
     if not 0 < count <= max(FEW_ROWS) or columns > MOST_COLUMNS:
         return None
-    return by_size(by_size(FEW_ROWS, count), columns)
+    if not isinstance(weight_DF, FP4):
+        return by_size(by_size(FEW_ROWS, count), columns)
+    # A thread loads the scales of two blocks at once.
+    return by_size(FEW_ROWS_FP4, columns) if columns % (2 * BLOCK) == 0 else None
 
 
 def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:

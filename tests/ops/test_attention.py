@@ -9,6 +9,7 @@ import torch
 from limelight.ops.attention import attend_cached, attend_packed
 from limelight.ops.paging import (
     FEW_QUERIES,
+    FP8,
     KEYS_AT_ONCE,
     MASKS_KEPT,
     SCORES_AT_ONCE,
@@ -71,7 +72,7 @@ def layout_of(table, seq_lens, query_lens, slots, *, block_size, window):
 class Pages:
     """A cache of poisoned pages in random order, for one layer and several sequences."""
 
-    def __init__(self, sequences, *, block_size, window, seed=0):
+    def __init__(self, sequences, *, block_size, window, seed=0, scales_2=None):
         self.sequences, self.size, self.window = sequences, block_size, window
         per = [-(-len(k) // block_size) for _, k, _ in sequences]
         order = np.random.default_rng(seed).permutation(sum(per)) + 1
@@ -81,7 +82,7 @@ class Pages:
         slots = (sum(per) + 1) * block_size
         pairs = torch.full((2, 2, slots, 8), float("nan"))
         pairs[:, :, 0] = 0.0
-        self.cache = LayerCache(pairs)
+        self.cache = LayerCache(pairs if scales_2 is None else pairs.to(FP8), scales_2)
 
     def attend(self, starts, ends, **options):
         """Run one step that computes [starts[b], ends[b]) of each sequence."""
@@ -119,6 +120,48 @@ def test_chunks_and_single_tokens_over_pages_give_what_the_whole_gives(window, s
             assert out.shape[0] == b - a
             if b > a:
                 assert (out - want[a:b]).abs().max() < 1e-5
+
+
+def fp8_by_hand(x, scale):
+    """The nearest number of FP8 to each x / scale, times the scale; of two the even one."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).double()
+    size = (x.double() / scale).abs().clamp(max=500)
+    distance = (size[..., None] - numbers).abs()
+    odd = torch.arange(0x7F) % 2 * 1e-12
+    return numbers[(distance + odd).argmin(dim=-1)].copysign(x) * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_fp8_cache_holds_the_nearest_numbers_and_the_largest_for_what_is_beyond(dtype):
+    values = [0.0, -0.0, 1.0, 1.0625, 1.1875, 2**-10, 3 * 2**-10, 447.0, 449.0, 1e30, -1e30]
+    tokens = torch.tensor([values + [v / 3 for v in values]]).T[:, :, None].expand(-1, 2, 8)
+    k_TKC, v_TKC = tokens.to(dtype), -tokens.to(dtype)
+    cache = LayerCache(torch.zeros(2, 2, 40, 8).to(FP8), torch.tensor([1.0, 0.125]))
+    slots = torch.arange(1, len(tokens) + 1)
+    slots[3] = -1
+    cache.write(slots, k_TKC, v_TKC)
+    keys, values = (x[:, 0].transpose(0, 1) for x in cache.read(slots.clamp(min=0)[None]))
+    written = slots >= 0
+    assert torch.equal(keys[written].double(), fp8_by_hand(k_TKC[written].float(), 1.0))
+    assert torch.equal(values[written].double(), fp8_by_hand(v_TKC[written].float(), 0.125))
+    assert (keys[~written] == 0).all() and (cache.pairs_2KSC.float()[:, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 7], ids="window-{}".format)
+@pytest.mark.parametrize("sinks", [None, torch.randn(6)], ids=["no-sinks", "sinks"])
+def test_an_fp8_cache_is_attended_as_the_keys_and_values_that_it_holds(window, sinks):
+    lengths, scales = [70, 21], (0.01, 0.003)
+    parts = [sequence(n) for n in lengths]
+    pages = Pages(parts, block_size=5, window=window, scales_2=torch.tensor(scales))
+    rounded = [
+        (q, *(fp8_by_hand(x.float(), scale) for x, scale in zip(kv, scales, strict=True)))
+        for q, *kv in parts
+    ]
+    expected = [by_the_equation(*part, window=window, sinks=sinks, scale=0.3) for part in rounded]
+    for starts, ends in [((0, 0), (40, 20)), ((40, 20), (41, 21)), ((41, 21), (70, 21))]:
+        outs = pages.attend(starts, ends, sinks_H=sinks, scale=0.3)
+        for out, want, a, b in zip(outs, expected, starts, ends, strict=True):
+            assert a == b or (out - want[a:b]).abs().max() < 1e-5
 
 
 def test_a_window_hides_the_token_just_outside_it():

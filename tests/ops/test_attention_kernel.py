@@ -1,5 +1,7 @@
 """The attention kernels, from projection to output, against the equation in FP64."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from near import PLACES, assert_near
 from limelight.ops import decode, prefill, rope
 from limelight.ops.activation import output_gate
 from limelight.ops.attention import gate_of, paged_attention
-from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
+from limelight.ops.paging import FEW_QUERIES, FP8, LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 
 EPS, SCALE = 1e-6, 0.3
@@ -27,6 +29,7 @@ BATCHES = {
 }
 # Query heads, KV heads, head size.
 SHAPES = {"Flint": (6, 2, 16), "Beam": (6, 1, 32)}
+SHAPES_FP8 = {"Flint": (6, 2, 32), "Beam": (6, 1, 64)}
 REAL = {"Flint": (32, 4, 128), "Beam": (6, 1, 128)}
 REAL_BATCHES = {
     "decode 1": [(100_000, 1)],
@@ -89,7 +92,15 @@ def by_the_equation(q_QHC, k_LKC, v_LKC, *, window, sinks_H):
     return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
 
 
-def check(batch, shape, place, *, window, family, block_size=16):
+def cache_of(slots, kv_heads, size, dtype, device, *, fp8):
+    """A cache that holds NaN. Scales of FP8 are such that some values are beyond its reach."""
+    most = 1 + max((int(s.max()) for s in slots if len(s)), default=0)
+    pairs = torch.full((2, kv_heads, most + 16, size), float("nan"), device=device)
+    scales_2 = torch.tensor([0.013, 0.004], device=device) if fp8 else None
+    return LayerCache(pairs.to(FP8 if fp8 else dtype), scales_2)
+
+
+def check(batch, shape, place, *, window, family, block_size=16, fp8=False):
     (device, dtype), (heads, kv_heads, size) = place, shape
     torch.manual_seed(0)
     layout, slots, counts = layout_of(batch, block_size=block_size, window=window, device=device)
@@ -106,48 +117,58 @@ def check(batch, shape, place, *, window, family, block_size=16):
     sinks_H = torch.randn(heads, device=device) if family == "Flint" else None
     bias_H = torch.randn(heads, device=device).to(dtype) if gates else None
 
-    # Whatever is in no visible slot of the cache is NaN.
-    most = 1 + max((int(s.max()) for s in slots if len(s)), default=0)
-    pairs = torch.full((2, kv_heads, most + block_size, size), float("nan"), device=device)
-    pairs = pairs.to(dtype)
+    cache = cache_of(slots, kv_heads, size, dtype, device, fp8=fp8)
+    firsts = [
+        0 if part is None or window is None else max(0, part[0] - window + 1) for part in batch
+    ]
+    for slots_L, part, first in zip(slots, batch, firsts, strict=True):
+        if part is not None:
+            old = torch.randn(2, part[0] - first, kv_heads, size, device=device).to(dtype)
+            cache.write(slots_L[first : part[0]], *old)
     q_THC, k_TKC, v_TKC = rope.split_heads(qkv_TN, weight_2C, **options)
-    expected, row = [], 0
-    for slots_L, count, part in zip(slots, counts, batch, strict=True):
-        new = slice(row, row + count)
-        row += count
-        if part is None:
-            expected.append(torch.zeros(1, heads, size, dtype=torch.float64, device=device))
-            continue
-        past, first = part[0], 0
-        if window is not None:
-            first = max(0, past - window + 1)
-        old = torch.randn(2, past - first, kv_heads, size, device=device).to(dtype)
-        pairs[:, :, slots_L[first:past]] = old.transpose(1, 2)
-        k_LKC, v_LKC = torch.cat((old[0], k_TKC[new])), torch.cat((old[1], v_TKC[new]))
-        expected.append(by_the_equation(q_THC[new], k_LKC, v_LKC, window=window, sinks_H=sinks_H))
-    before = pairs.clone()
+    right = LayerCache(cache.pairs_2KSC.clone(), cache.scales_2)
+    right.write(layout.slots_T, k_TKC, v_TKC)
     out_THC = paged_attention.kernel(
-        qkv_TN, weight_2C, LayerCache(pairs), layout,
+        qkv_TN, weight_2C, cache, layout,
         scale=SCALE, sinks_H=sinks_H, gate_bias_H=bias_H, **options,
     )  # fmt: skip
-    expected = torch.cat(expected)
+    assert out_THC.dtype == dtype
+    check_written(cache, right, dtype)
+    expected = torch.zeros(out_THC.shape, dtype=torch.float64, device=device)
+    # A number of FP8 that is rounded to another is far from it: those count that the kernel wrote.
+    source = cache if fp8 else right
+    new = [slice(end - count, end) for count, end in zip(counts, np.cumsum(counts), strict=True)]
+    for slots_L, part, first, rows in zip(slots, batch, firsts, new, strict=True):
+        if part is not None:
+            k_LKC, v_LKC = (x[:, 0].transpose(0, 1) for x in source.read(slots_L[None, first:]))
+            expected[rows] = by_the_equation(
+                q_THC[rows], k_LKC, v_LKC, window=window, sinks_H=sinks_H
+            )
     if bias_H is not None:
         gate_THC = gate_of(qkv_TN, out_THC)
         expected = output_gate(expected, gate_THC.double(), bias_H.double())
-    assert out_THC.dtype == dtype
     assert_near(out_THC, expected, dtype=dtype)
-    kept_T = layout.slots_T >= 0
-    before[:, :, layout.slots_T[kept_T]] = torch.stack((k_TKC, v_TKC))[:, kept_T].transpose(1, 2)
-    changed = pairs.isnan() != before.isnan()
-    assert not changed.any()
-    assert_near(pairs.nan_to_num(), before.nan_to_num(), dtype=dtype)
+
+
+def check_written(cache, right, dtype):
+    """Both hold the same, but for what the preparation of keys rounds in another way."""
+    mine, theirs = cache.pairs_2KSC.float(), right.pairs_2KSC.float()
+    assert torch.equal(mine.isnan(), theirs.isnan())
+    mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+    if cache.scales_2 is None:
+        assert_near(mine, theirs, dtype=dtype)
+        return
+    assert torch.equal(mine[1], theirs[1])
+    assert (mine[0] == theirs[0]).float().mean() > 0.99
+    assert ((mine[0] - theirs[0]).abs() <= theirs[0].abs() / 8 + 2**-9).all()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Short sequences then have several parts, and several tiles in a part."""
-    for table in ("FULL", "WINDOW"):
+    for table in ("FULL", "FULL_FP8", "WINDOW"):
         monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, 3, 1, apart=True)})
+    for table in ("FULL", "FULL_FP8", "WINDOW", "WINDOW_FP8"):
         monkeypatch.setattr(prefill, table, {2**31: prefill.Tile(32, 16, 4, 3)})
 
 
@@ -157,6 +178,14 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_query_sees_its_keys(name, window, family, place, small_tiles):
     check(BATCHES[name], SHAPES[family], place, window=window, family=family)
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
+@pytest.mark.parametrize("family", SHAPES_FP8)
+@pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_query_sees_its_keys_in_fp8(name, window, family, place, small_tiles):
+    check(BATCHES[name], SHAPES_FP8[family], place, window=window, family=family, fp8=True)
 
 
 @places
@@ -170,31 +199,52 @@ def test_windows_and_blocks_of_odd_sizes(block_size, window, place, small_tiles)
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
 @pytest.mark.parametrize("name", ["decode", "drafts", "both"])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_new_tokens_end_the_last_part(splits, name, window, family, place, monkeypatch):
-    for table in ("FULL", "WINDOW"):
+@pytest.mark.parametrize("splits, fp8", [(1, False), (3, False), (3, True)])
+def test_new_tokens_end_the_last_part(splits, fp8, name, window, family, place, monkeypatch):
+    for table in ("FULL", "FULL_FP8", "WINDOW"):
         monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, splits, 1)})
-    check(BATCHES[name], SHAPES[family], place, window=window, family=family)
+    shape = (SHAPES_FP8 if fp8 else SHAPES)[family]
+    check(BATCHES[name], shape, place, window=window, family=family, fp8=fp8)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["as activations", "fp8"])
 @pytest.mark.parametrize("name", ["decode", "both"])
-def test_the_tiles_of_serving_give_the_same(name):
+def test_the_tiles_of_serving_give_the_same(name, fp8):
     place = ("cpu", torch.float16)
-    check(BATCHES[name], (2, 1, 16), place, window=None, family="Flint")
+    check(BATCHES[name], (2, 1, 32), place, window=None, family="Flint", fp8=fp8)
+
+
+@places
+@pytest.mark.parametrize("batch", [[(0, 1)] * 8, [(0, 8)], [(16, 24)]], ids=str)
+def test_a_token_that_sees_itself_alone_gets_its_own_value(batch, place):
+    """Every number of FP8, to the bit."""
+    device, dtype = place
+    layout, slots, counts = layout_of(batch, block_size=16, window=1, device=device)
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).to(dtype).nan_to_num(0.0)
+    values_TC = 0.25 * numbers.view(8, 32).repeat(3, 1)[: sum(counts)].to(device)
+    pairs = cache_of(slots, 1, 32, dtype, device, fp8=True).pairs_2KSC
+    cache = LayerCache(pairs, torch.tensor([1.0, 0.25], device=device))
+    qk_TN = torch.randn(sum(counts), 64, device=device).to(dtype)
+    out_THC = paged_attention.kernel(
+        torch.cat((qk_TN, values_TC), dim=1), torch.ones(2, 32, device=device).to(dtype),
+        cache, layout, heads=Heads(1, 1, EPS), scale=SCALE,
+    )  # fmt: skip
+    assert torch.equal(out_THC[:, 0], values_TC)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("family", REAL)
 @pytest.mark.parametrize("name", REAL_BATCHES)
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "window"])
-def test_real_sizes(windowed, name, family):
+def test_real_sizes(windowed, name, family, fp8):
     window = {"Flint": 513, "Beam": 512}[family] if windowed else None
     place = ("cuda", torch.bfloat16)
-    check(REAL_BATCHES[name], REAL[family], place, window=window, family=family)
+    check(REAL_BATCHES[name], REAL[family], place, window=window, family=family, fp8=fp8)
 
 
 def compile_cases() -> list[Case]:
-    def attend(family, tokens, few, window, max_query=1):
+    def attend(family, tokens, few, window, max_query=1, fp8=False):
         heads, kv_heads, size = REAL[family]
         beam = family == "Beam"
         row = (heads * (2 if beam else 1) + 2 * kv_heads) * size
@@ -206,8 +256,10 @@ def compile_cases() -> list[Case]:
             starts_B=starts_B, slots_T=meta(tokens, dtype=torch.int64), block_size=16,
             window=window, few=few, max_query=max_query, max_len=262_144,
         )  # fmt: skip
+        pairs = meta(2, kv_heads, 4096, size, dtype=FP8 if fp8 else torch.bfloat16)
+        cache = LayerCache(pairs, meta(2, dtype=torch.float32) if fp8 else None)
         paged_attention.kernel(
-            meta(tokens, row), meta(2, size), LayerCache(meta(2, kv_heads, 4096, size)), layout,
+            meta(tokens, row), meta(2, size), cache, layout,
             heads=Heads(heads, kv_heads, EPS), scale=SCALE, turn=turn if window else None,
             ssmax_T=meta(tokens, dtype=torch.float32) if beam and not window else None,
             sinks_H=None if beam else meta(heads, dtype=torch.float32),
@@ -225,8 +277,8 @@ def compile_cases() -> list[Case]:
         ):
             tokens, few = args
             most = 9 if name == "8 drafts" else 4096 if name == "prefill" else 1
-            for seen in (None, window):
-                call = lambda a=(family, tokens, few, seen, most): attend(*a)  # noqa: E731
-                kind = "full" if seen is None else "window"
+            for seen, fp8 in itertools.product((None, window), (False, True)):
+                call = lambda a=(family, tokens, few, seen, most, fp8): attend(*a)  # noqa: E731
+                kind = ("full" if seen is None else "window") + (" FP8" if fp8 else "")
                 cases.append(Case(f"{family} {kind} {name}", call, decode=few_queries))
     return cases

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from fp4s import decoded, random_fp4
 
 from limelight.ops.experts import moe
 from limelight.ops.router import route, sigmoid_scores, top_experts
@@ -47,6 +48,22 @@ def test_all_tokens_may_go_to_one_expert():
     out = moe(x, gate_up, down, weights, ids, None, None, fp32=False)
     expected = token_by_token(x, gate_up, down, weights, ids)
     assert (out - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 100], ids="T{}".format)
+def test_experts_of_four_bits_are_those_of_their_decoded_weights(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 48, generator=generator)
+    held = [
+        random_fp4(*shape, generator=generator, spread=2.0)
+        for shape in [(5, 64, 48), (5, 48, 32), (32, 48), (48, 16)]
+    ]
+    weights, ids = top_experts(torch.rand(tokens, 5), count=2)
+    out = moe(x, held[0], held[1], weights, ids, held[2], held[3], fp32=True, scale=2.5)
+    wide = [decoded(weight, torch.float32) for weight in held]
+    expected = moe(x, wide[0], wide[1], weights, ids, wide[2], wide[3], fp32=True, scale=2.5)
+    assert out.shape == x.shape
+    assert (out - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_experts_are_differentiable():

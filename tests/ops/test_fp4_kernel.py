@@ -5,7 +5,7 @@ import torch
 from ahead import Case, meta
 from near import PLACES
 
-from limelight.ops.fp4 import FP4, VALUES, multiply_reference, unpack
+from limelight.ops.fp4 import FP4, VALUES, multiply_reference, product, unpack
 
 
 def compile_cases() -> list[Case]:
@@ -35,6 +35,21 @@ def test_every_code_under_every_scale_is_exact(place):
         found = form(codes, scales, dtype=dtype)
         assert found.dtype == dtype
         assert torch.equal(found.cpu().double(), expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("blocks", [1, 3, 4, 21], ids="B{}".format)
+def test_products_decode_every_code_under_every_scale_exactly(blocks, place):
+    device, dtype = place
+    codes, scales, _ = every_pair(device)
+    # Every block of a row has another scale.
+    order = (torch.arange(127)[:, None] + 31 * torch.arange(blocks)) % 127
+    weight = FP4(
+        codes.repeat(1, blocks), scales[order.to(device), 0], torch.ones(127, device=device)
+    )
+    eye = torch.eye(16 * blocks, dtype=dtype, device=device)
+    expected = unpack.reference(weight.codes, weight.scales, dtype=torch.float32).T
+    assert torch.equal(product(eye, weight, dtype=torch.float32), expected)
 
 
 def test_scales_and_codes_lie_where_the_format_says():

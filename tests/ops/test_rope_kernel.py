@@ -7,7 +7,7 @@ from near import PLACES, assert_near
 
 from limelight.ops import rope
 from limelight.ops.activation import softcap
-from limelight.ops.paging import LayerCache
+from limelight.ops.paging import FP8, LayerCache
 from limelight.ops.rope import Heads, Rotation
 
 EPS = 1e-6
@@ -30,12 +30,14 @@ def compile_cases() -> list[Case]:
         positions = meta(9, dtype=torch.int64)
         return rope.rotation.kernel(positions, head_dim=128, theta=1e4, dtype=dtype)
 
-    def prepare(tokens, shape, dtype, **more):
+    def prepare(tokens, shape, dtype, fp8=False, **more):
         heads, kv_heads, size, further = shape
         row = (heads + 2 * kv_heads + further) * size
         turn = dtype and Rotation(*(meta(tokens, 1, size, dtype=dtype) for _ in range(2)))
+        pairs = meta(2, kv_heads, 4096, size, dtype=FP8 if fp8 else torch.bfloat16)
+        cache = LayerCache(pairs, meta(2, dtype=torch.float32) if fp8 else None)
         rope.prepare.kernel(
-            meta(tokens, row), meta(2, size), LayerCache(meta(2, kv_heads, 4096, size)),
+            meta(tokens, row), meta(2, size), cache,
             meta(tokens, dtype=torch.int64), heads=Heads(heads, kv_heads, EPS), turn=turn, **more,
         )  # fmt: skip
 
@@ -45,6 +47,13 @@ def compile_cases() -> list[Case]:
             ("Flint full", FLINT, None, {}),
             ("Beam window", BEAM, torch.float32, {}),
             ("Beam full", BEAM, None, {"ssmax_T": meta(tokens, dtype=torch.float32)}),
+            ("Flint window FP8", FLINT, torch.bfloat16, {"fp8": True}),
+            (
+                "Beam full FP8",
+                BEAM,
+                None,
+                {"ssmax_T": meta(tokens, dtype=torch.float32), "fp8": True},
+            ),
         ):
             call = lambda a=(tokens, shape, dtype), b=more: prepare(*a, **b)  # noqa: E731
             cases.append(Case(f"prepare {name} T{tokens}", call, decode=True))
@@ -106,6 +115,37 @@ def test_prepared_heads_are_those_of_the_reference(form, shape, tokens, place):
     assert_near(pairs, right_pairs, dtype=dtype)
     untouched = (right_pairs == 9.0).all(dim=(0, 1, 3))
     assert (pairs[:, :, untouched] == 9.0).all() and untouched.sum() >= tokens // 4
+
+
+def hard_to_round(dtype, device):
+    """[N, 16]: half-way cases of FP8 and their neighbours, tiny and huge numbers, and others."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat([middles * (1 + step * torch.finfo(dtype).eps) for step in (-1, 0, 1)])
+    extremes = torch.tensor([0.0, 2**-9, 2**-10, 2**-24, 448.0, 463.9, 464.0, 480.0, 6e4])
+    x = torch.cat((numbers, near, extremes, torch.randn(600) * 50, torch.randn(600) / 50))
+    x = torch.cat((x, -x))
+    return x[: len(x) // 16 * 16].view(-1, 16).to(device, dtype)
+
+
+@places
+@pytest.mark.parametrize("v_scale", [1.0, 0.25, 0.3])
+def test_fp8_is_rounded_to_the_bit_as_torch_rounds(v_scale, place):
+    v_TC = hard_to_round(place[1], place[0])
+    tokens, caches = len(v_TC), []
+    qkv_TN = torch.cat((torch.randn(tokens, 32, device=place[0]).to(place[1]), v_TC), dim=1)
+    weight_2C = torch.ones(2, 16, device=place[0]).to(place[1])
+    slots_T = torch.arange(1, tokens + 1, device=place[0])
+    slots_T[5] = -1
+    for form in (rope.prepare.kernel, rope.prepare.reference):
+        pairs_2KSC = torch.zeros(2, 1, tokens + 1, 16, device=place[0]).to(FP8)
+        scales_2 = torch.tensor([0.01, v_scale], device=place[0])
+        form(qkv_TN, weight_2C, LayerCache(pairs_2KSC, scales_2), slots_T, heads=Heads(1, 1, EPS))
+        caches.append(pairs_2KSC.view(torch.uint8))
+    (keys, values), (right_keys, right_values) = caches
+    assert torch.equal(values, right_values)
+    assert (keys == right_keys).float().mean() > 0.99
+    assert ((keys.int() - right_keys.int()).abs() <= 1).all()
 
 
 @places
