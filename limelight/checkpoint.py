@@ -5,24 +5,27 @@ from pathlib import Path
 from typing import NoReturn
 
 BUNDLED = Path(__file__).parent / "nano"
-BUNDLED_NAMES = ("flint-nano", "beam-nano")
+BUNDLED_NAMES = ("flint-nano", "beam-nano", "flint-nano-nvfp4", "beam-nano-nvfp4")
 # What a checkpoint may consist of; pickles (.bin, .pt) run code when they are read.
-HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.gguf"]
 LARGEST_JSON = 64 * 2**20
 
 
 def locate(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The folder with the files of `model`; a hub id is downloaded, or found in the hub's cache.
+    """The folder with the files of `model`, or its .gguf file; a hub id is downloaded, or found in
+    the hub's cache.
 
     Raises `ValueError` when there is no such model. `weights=False` leaves the weights out.
     """
     if model in BUNDLED_NAMES:
         return BUNDLED / model
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".gguf" and path.is_file():
         return path
     if path.exists():
-        raise ValueError(f"{model} is a file; give the folder that holds config.json and weights")
+        raise ValueError(
+            f"{model} is a file; give the folder that holds config.json and weights, or a .gguf"
+        )
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         _no_such_model(model)
     return _from_hub(model, revision, weights)
@@ -39,7 +42,7 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = HUB_FILES if weights else HUB_FILES[:-1]
+    patterns = HUB_FILES if weights else HUB_FILES[:2]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -70,8 +70,8 @@ class EngineConfig:
     prefix_hash_seed: str | None = setting(
         None, "key of the prefix hashes; default: random, so that no one can guess them"
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "precision of the KV cache; auto: that of the model"
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "fp8", "fp8_e4m3"] = setting(
+        "auto", "precision of the KV cache; auto: that of the model; fp8 (E4M3) takes half of BF16"
     )
     kv_cache_memory_bytes: int | None = setting(
         None, "bytes of the KV cache; default: what gpu_memory_utilization leaves"
@@ -101,6 +101,12 @@ class EngineConfig:
             )
         if self.tensor_parallel_size != 1:
             raise ValueError("tensor_parallel_size above 1 is not supported yet; leave it at 1")
+
+    @property
+    def text_source(self) -> str:
+        """Where tokenizer and template come from: a .gguf file has neither beside it."""
+        beside = self.hf_config_path if self.model.endswith(".gguf") else None
+        return self.tokenizer or beside or self.model
 
 
 @dataclass(frozen=True, kw_only=True)

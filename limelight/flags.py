@@ -87,7 +87,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
 }
 UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("half", "float16"),
-    "kv_cache_dtype": ("float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4"),
+    "kv_cache_dtype": ("float16", "fp8_e5m2", "nvfp4"),
     "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
 }
 FLAG = re.compile(r"(--[a-zA-Z][\w-]*)((?:\.\w[\w-]*)*)(=.*)?", re.DOTALL)

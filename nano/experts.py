@@ -25,6 +25,7 @@ class DenseExperts(nn.Module):
 
     def __init__(self, experts: Experts, router_ED: nn.Parameter):
         super().__init__()
+        assert isinstance(experts.gate_up, nn.Parameter) and isinstance(experts.down, nn.Parameter)
         self.gate_up, self.down, self.router_ED = experts.gate_up, experts.down, router_ED
         self.act = swiglu_fp32 if experts.fp32 else swiglu
         self.scale = experts.scale

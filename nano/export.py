@@ -1,6 +1,7 @@
 """From a trained model to the files of a checkpoint, under published names."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,15 +23,25 @@ def copy_written_files(family: Family, folder: Path) -> None:
             shutil.copy(family.folder / name, folder / name)
 
 
+def _by_expert(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor; of all experts, each one's."""
+    front, between, projection = name.partition(".experts.")
+    if not between:
+        yield name, value
+        return
+    for e, part in enumerate(value):
+        yield f"{front}.experts.{e}.{projection}", part
+
+
 def save_weights(targets: Targets, folder: Path) -> None:
     """model.safetensors: BF16, but FP32 for routers, their biases and sinks."""
-    tensors = {
-        name: target.into.detach()
-        .to("cpu", torch.float32 if name.endswith(EXACT) else torch.bfloat16)
-        .contiguous()
-        .clone()
-        for name, target in targets.items()
-    }
+    tensors = {}
+    for name, target in targets.items():
+        assert isinstance(target.into, torch.Tensor)
+        dtype = torch.float32 if name.endswith(EXACT) else torch.bfloat16
+        value = target.into.detach().to("cpu", dtype)
+        for one, part in _by_expert(name, value):
+            tensors[one] = part.contiguous().clone()
     # A checkpoint that is read while it is written must be whole.
     unfinished = folder / "model.safetensors.part"
     save_file(tensors, unfinished, metadata={"format": "pt"})

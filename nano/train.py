@@ -59,8 +59,9 @@ def build(family: Family, folder: Path, device: torch.device) -> Flint | Beam:
 @torch.no_grad()
 def initialize(model: Flint | Beam) -> None:
     """Norms 1, per-head numbers 0, matrices so that each keeps the size of its input."""
-    for name, target in model.targets().items():
+    for name, target in model.targets.items():
         into = target.into
+        assert isinstance(into, torch.Tensor)
         if into.ndim == 1:
             into.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         elif "embed_tokens" in name:
@@ -83,9 +84,9 @@ class Trainer:
         self.model = build(family, folder, device)
         initialize(self.model)
         if resume is not None:
-            sources = match_tensors(find_tensors(resume), self.model.targets(), {}, folder=resume)
-            load_weights(self.model, sources, Progress())
-        self.targets = self.model.targets()
+            stored = find_tensors(resume)
+            load_weights(match_tensors(stored, self.model.targets, {}, folder=resume), Progress())
+        self.targets = self.model.targets
         self.sparse = replace_experts(self.model)
         # Beam's selection biases move by a rule of their own.
         named = {n: p for n, p in self.model.named_parameters() if not n.endswith("bias_E")}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from limelight.cache.groups import GroupSpec
-from limelight.ops.paging import LayerCache
+from limelight.ops.paging import FP8, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,15 @@ class KVStorage:
     """`num_blocks` usable blocks of one shape, and the null block."""
 
     def __init__(
-        self, groups: list[GroupSpec], shape: BlockShape, num_blocks: int, device: torch.device
+        self,
+        groups: list[GroupSpec],
+        shape: BlockShape,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        scales_L2: torch.Tensor | None = None,
     ):
+        """`scales_L2`: of each layer's keys and of its values, if the cache is FP8; else 1."""
         slots = (num_blocks + 1) * shape.size
         # Zeros: attention reads slot 0 as the key and value of no token.
         self.pool = torch.zeros(
@@ -40,8 +47,20 @@ class KVStorage:
         )
         self.groups, self.shape, self.num_blocks = groups, shape, num_blocks
         self.group_of_layer = [0] * sum(len(group.layers) for group in groups)
+        self.scales_L2 = _scales(scales_L2, len(self.group_of_layer), device)
         self.caches = [LayerCache(self.pool[0])] * len(self.group_of_layer)
         for g, group in enumerate(groups):
             for row, layer in enumerate(group.layers):
                 self.group_of_layer[layer] = g
-                self.caches[layer] = LayerCache(self.pool[row])
+                scales_2 = self.scales_L2[layer] if shape.dtype == FP8 else None
+                self.caches[layer] = LayerCache(self.pool[row], scales_2)
+
+
+def _scales(given_L2: torch.Tensor | None, layers: int, device: torch.device) -> torch.Tensor:
+    """FP32 [L, 2] on the device, each pair where kernels expect a tensor to begin: at 16 bytes."""
+    scales_L2 = torch.ones(layers, 4, dtype=torch.float32, device=device)[:, :2]
+    if given_L2 is not None:
+        if not bool(((given_L2 > 0) & given_L2.isfinite()).all()):
+            raise ValueError(f"scales of an FP8 KV cache must be above 0 and finite: {given_L2}")
+        scales_L2.copy_(given_L2)
+    return scales_L2

@@ -89,10 +89,11 @@ class LLM:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         started = start_engine(self.config, Progress(quiet=quiet))
         self.engine, self.info, self.plan = started.engine, started.info, started.plan
-        other = self.config.tokenizer
-        folder = locate(other, weights=False) if other else started.folder
+        source = self.config.text_source
+        own = source == self.config.model
+        folder = started.folder if own else locate(source, weights=False)
         # A model may lack a tokenizer; then it takes and gives token ids.
-        has_tokenizer = other or (folder / "tokenizer.json").exists()
+        has_tokenizer = self.config.tokenizer or (folder / "tokenizer.json").exists()
         self.tokenizer = Tokenizer.load(folder) if has_tokenizer else None
         self.template = ChatTemplate.load(folder, override=None) if has_tokenizer else None
         self._ids = itertools.count()

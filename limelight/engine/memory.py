@@ -3,6 +3,7 @@
 Made from shapes alone, before any memory is taken; `limelight inspect` and the start print it.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, GroupSpec
 from limelight.cache.storage import BlockShape
 from limelight.models.loader import Model
+from limelight.ops.fp4 import FP4, Weight
 
 GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -39,17 +41,26 @@ class WeightKind:
     name: str
     parameters: int
     nbytes: int
+    format: str
 
 
 def weight_kinds(outline: Model) -> list[WeightKind]:
     """Parameters and bytes by kind of tensor, of a model that may be on the meta device."""
-    counts: dict[str, list[int]] = {}
-    for name, target in outline.targets().items():
+    counts: dict[str, tuple[int, int]] = {}
+    formats: dict[str, set[str]] = {}
+    for name, target in outline.targets.items():
         kind = next(kind for kind, pattern in KINDS if pattern.search(name))
-        row = counts.setdefault(kind, [0, 0])
-        row[0] += target.into.numel()
-        row[1] += target.into.nbytes
-    return [WeightKind(kind, *row) for kind, row in counts.items()]
+        parameters, nbytes = counts.get(kind, (0, 0))
+        counts[kind] = parameters + math.prod(target.into.shape), nbytes + target.into.nbytes
+        formats.setdefault(kind, set()).add(format_of(target.into))
+    return [
+        WeightKind(kind, *counts[kind], format=", ".join(sorted(formats[kind]))) for kind in counts
+    ]
+
+
+def format_of(weight: Weight) -> str:
+    """How a tensor's values are held."""
+    return "nvfp4" if isinstance(weight, FP4) else str(weight.dtype).removeprefix("torch.")
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """From a config to a running engine: find, plan, load, warm up."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,19 @@ from limelight.engine.scheduler import Scheduler
 from limelight.models.beam import BeamConfig
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
-from limelight.models.loader import build, load_model, read_config
-from limelight.ops.paging import work_space
+from limelight.models.loader import (
+    build,
+    cache_scales,
+    find_tensors,
+    load_model,
+    packed_names,
+    read_config,
+)
+from limelight.ops.paging import FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
+from limelight.quant.declared import read_declared
+from limelight.quant.stored import Stored
 from limelight.runner.runner import ModelRunner
 from limelight.types import Admission, Grant, ModelInfo, Request, SamplingParams, StepPlan
 
@@ -29,16 +39,23 @@ logger = logging.getLogger(__name__)
 # costs what a second core brings, and ten times that where the cores have other work too.
 SMALL_MODEL = 256 * 2**20
 ALONE = Mesh.single()
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = DTYPES | {"fp8": FP8, "fp8_e4m3": FP8}
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a config comes to here: the files of the model, its shape, and how it will run."""
+    """What a config comes to here: the files of the model, its shape, and how it will run.
+
+    `stored` is None for dummy weights; `packed` tells which tensors are NVFP4.
+    """
 
     weights: Path
     config: Path
+    stored: list[Stored] | None
+    packed: Callable[[str], bool]
     architecture: str
     shape: FlintConfig | BeamConfig
     device: torch.device
@@ -50,7 +67,11 @@ def resolve(config: EngineConfig) -> Resolved:
     """Find the model and settle what is left open; `ValueError` for what cannot be had."""
     weights = locate(config.model, revision=config.revision, weights=config.load_format != "dummy")
     folder = locate(config.hf_config_path, weights=False) if config.hf_config_path else weights
+    if folder.is_file():
+        raise ValueError(f"{folder} has no config.json: name its folder with --hf-config-path")
     architecture, shape = read_config(folder)
+    stored = None if config.load_format == "dummy" else find_tensors(weights)
+    packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
@@ -60,7 +81,7 @@ def resolve(config: EngineConfig) -> Resolved:
         raise ValueError(
             f"max_model_len {length} is above the {shape.max_positions} positions of the model"
         )
-    return Resolved(weights, folder, architecture, shape, device, dtype, length)
+    return Resolved(weights, folder, stored, packed, architecture, shape, device, dtype, length)
 
 
 def _device(name: str) -> torch.device:
@@ -72,16 +93,16 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    if name not in dtypes:
-        raise ValueError(f"dtype {name} is not supported; choose one of {', '.join(dtypes)}")
-    return dtypes[name]
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name} is not supported; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> MemoryPlan:
     """What `config` would take on this rank's device; nothing is loaded."""
     model, device, dtype = found.shape, found.device, found.dtype
-    outline = build(found.architecture, model, Placement(mesh, dtype, device, outline=True))
+    place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
+    outline = build(found.architecture, model, place)
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
     block = BlockShape(
@@ -89,7 +110,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         size=config.block_size,
         kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=model.head_dim,
-        dtype=dtype if config.kv_cache_dtype == "auto" else _dtype(config.kv_cache_dtype),
+        dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
     )
     length = found.max_model_len
     free, total = device_memory(device)
@@ -147,7 +168,8 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
 def stop_tokens(found: Resolved) -> list[int]:
     """The end-of-sequence ids of generation_config.json, else of config.json."""
     vocab_size = found.shape.vocab_size
-    for file in (found.weights / "generation_config.json", found.config / "config.json"):
+    files = found.config if found.weights.is_file() else found.weights
+    for file in (files / "generation_config.json", found.config / "config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = [ids] if isinstance(ids, int) else ids
         if ids is None:
@@ -184,10 +206,14 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         found.weights,
         Placement(mesh, found.dtype, device),
         config_folder=found.config,
+        stored=found.stored,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
-    storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device)
+    storage = KVStorage(
+        plan.groups, plan.block, plan.num_blocks, device,
+        scales_L2=cache_scales(found.stored or [], shape.num_layers),
+    )  # fmt: skip
     ends = stop_tokens(found)
     runner = ModelRunner(
         model,
@@ -200,12 +226,13 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     warm_up(runner, plan, progress)
     if device.type == "cuda" and not config.enforce_eager:
         runner.capture(progress)
+    identity = (found.architecture, found.weights.resolve(), found.dtype, plan.block.dtype)
     groups = CacheGroups(
         plan.groups,
         BlockPool(plan.num_blocks, block_size=config.block_size),
         prefix_caching=config.enable_prefix_caching,
         hash_seed=config.prefix_hash_seed,
-        root=f"{found.architecture} {found.weights.resolve()} {found.dtype}".encode(),
+        root=" ".join(map(str, identity)).encode(),
     )
     scheduler = Scheduler(
         groups,

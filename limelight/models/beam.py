@@ -30,8 +30,6 @@ from limelight.models.layers import (
     RMSNorm,
     RowParallelLinear,
     SwiGLU,
-    Targets,
-    whole,
 )
 from limelight.ops import activation, norm, rope, router
 from limelight.ops.rope import Rotation
@@ -89,10 +87,13 @@ class Attention(nn.Module):
             extra=("gate_proj",),
         )  # fmt: skip
         self.qk_norm = QKNorm(self.qkvg, place, eps=config.rms_norm_eps)
-        self.gate_bias = PerHead(config.num_heads, self.qkvg.heads, place, exact=False)
-        self.o = RowParallelLinear(
-            config.num_heads * config.head_dim, self.qkvg.channels, config.hidden_size, place
+        self.gate_bias = PerHead(
+            "gate_bias", config.num_heads, self.qkvg.heads, place, exact=False, dummy=ZEROS
         )
+        self.o = RowParallelLinear(
+            "o_proj", config.num_heads * config.head_dim, self.qkvg.channels, config.hidden_size,
+            place,
+        )  # fmt: skip
 
     def forward(
         self, y_TD: torch.Tensor, turn: Rotation, ssmax_T: torch.Tensor, batch: Batch
@@ -106,25 +107,22 @@ class Attention(nn.Module):
         )  # fmt: skip
         return self.o(out_TN)
 
-    def targets(self, prefix: str) -> Targets:
-        return (
-            self.qkvg.targets(prefix)
-            | self.o.targets(f"{prefix}.o_proj")
-            | self.qk_norm.targets(prefix)
-            | {f"{prefix}.gate_bias": self.gate_bias.target(ZEROS)}
-        )
-
 
 class SparseFeedForward(nn.Module):
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()
         self.count = config.experts_per_token
         self.groups, self.kept_groups = config.groups, config.kept_groups
-        self.router_ED = place.empty(config.num_experts, config.hidden_size, dtype=torch.float32)
-        self.bias_E = place.empty(config.num_experts, dtype=torch.float32)
+        gate, exact = place.within("gate"), torch.float32
+        self.router_ED = gate.whole(
+            "weight", config.num_experts, config.hidden_size, dtype=exact, dummy=PROJECTION
+        )
+        self.bias_E = gate.whole(
+            "e_score_correction_bias", config.num_experts, dtype=exact, dummy=ZEROS
+        )
         self.experts = Experts(
-            config.num_experts, config.hidden_size, config.expert_inner_size, place,
-            fp32=True, scale=config.routed_scale,
+            config.num_experts, config.hidden_size, config.expert_inner_size,
+            place.within("experts"), fp32=True, scale=config.routed_scale,
         )  # fmt: skip
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
@@ -134,26 +132,24 @@ class SparseFeedForward(nn.Module):
         )  # fmt: skip
         return self.experts(y_TD, weights_TN, ids_TN)
 
-    def targets(self, prefix: str) -> Targets:
-        return {
-            f"{prefix}.gate.weight": whole(self.router_ED, dummy=PROJECTION),
-            f"{prefix}.gate.e_score_correction_bias": whole(self.bias_E, dummy=ZEROS),
-        } | self.experts.targets(f"{prefix}.experts")
-
 
 class Layer(nn.Module):
     def __init__(self, config: BeamConfig, layer: int, place: Placement):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_in, self.attention_out = (RMSNorm(size, place, eps=eps) for _ in range(2))
-        self.attention = Attention(config, layer, place)
-        self.feed_forward_in, self.feed_forward_out = (
-            RMSNorm(size, place, eps=eps) for _ in range(2)
-        )
+        size = config.hidden_size
+
+        def normed(name: str) -> RMSNorm:
+            return RMSNorm(size, place.within(f"{name}_layernorm"), eps=config.rms_norm_eps)
+
+        self.attention_in, self.attention_out = normed("input"), normed("post_attention")
+        self.attention = Attention(config, layer, place.within("self_attn"))
+        self.feed_forward_in = normed("pre_feedforward")
+        self.feed_forward_out = normed("post_feedforward")
+        mlp = place.within("mlp")
         self.feed_forward = (
-            SparseFeedForward(config, place)
+            SparseFeedForward(config, mlp)
             if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, place, fp32=True)
+            else SwiGLU(size, config.inner_size, mlp, fp32=True)
         )
         self.attention_add = 2 * (layer + 1)
         self.feed_forward_add = self.attention_add + 1
@@ -180,16 +176,6 @@ class Layer(nn.Module):
             n=self.feed_forward_add, eps=eps,
         )  # fmt: skip
 
-    def targets(self, prefix: str) -> Targets:
-        return (
-            self.attention_in.targets(f"{prefix}.input_layernorm")
-            | self.attention.targets(f"{prefix}.self_attn")
-            | self.attention_out.targets(f"{prefix}.post_attention_layernorm")
-            | self.feed_forward_in.targets(f"{prefix}.pre_feedforward_layernorm")
-            | self.feed_forward.targets(f"{prefix}.mlp")
-            | self.feed_forward_out.targets(f"{prefix}.post_feedforward_layernorm")
-        )
-
 
 class Beam(nn.Module):
     renames: dict[str, str] = {}
@@ -197,10 +183,12 @@ class Beam(nn.Module):
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, place)
-        layers = [Layer(config, i, place) for i in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
+        self.targets = place.targets
+        model = place.within("model")
+        self.embed = Embedding(config.vocab_size, config.hidden_size, model.within("embed_tokens"))
+        places = [model.within(f"layers.{i}") for i in range(config.num_layers)]
+        self.layers = nn.ModuleList([Layer(config, i, at) for i, at in enumerate(places)])
+        self.norm = RMSNorm(config.hidden_size, model.within("norm"), eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
     def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -227,15 +215,3 @@ class Beam(nn.Module):
         logits_TV = self.head(h_TD)
         cap = self.config.logit_softcap
         return logits_TV if cap is None else activation.softcap(logits_TV, cap=cap)
-
-    def targets(self) -> Targets:
-        """Where each tensor of a checkpoint goes, by its name there."""
-        targets = (
-            self.embed.targets("model.embed_tokens")
-            | self.norm.targets("model.norm")
-            | self.head.targets("lm_head")
-        )
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            targets |= layer.targets(f"model.layers.{i}")
-        return targets

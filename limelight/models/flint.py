@@ -28,8 +28,6 @@ from limelight.models.layers import (
     RMSNorm,
     RowParallelLinear,
     SwiGLU,
-    Targets,
-    whole,
 )
 from limelight.ops import linear, norm, rope, router
 from limelight.ops.rope import Rotation
@@ -72,15 +70,21 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window = layer, config.windows[layer]
         self.scale = config.head_dim**-0.5
-        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(
+            config.hidden_size, place.within("input_layernorm"), eps=config.rms_norm_eps
+        )
+        place = place.within("self_attn")
         self.qkv = HeadProjections(
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, place
         )
         self.qk_norm = QKNorm(self.qkv, place, eps=config.rms_norm_eps)
-        self.sinks = PerHead(config.num_heads, self.qkv.heads, place, exact=True)
-        self.o = RowParallelLinear(
-            config.num_heads * config.head_dim, self.qkv.channels, config.hidden_size, place
+        self.sinks = PerHead(
+            "softmax_offset", config.num_heads, self.qkv.heads, place, exact=True, dummy=UNIT
         )
+        self.o = RowParallelLinear(
+            "o_proj", config.num_heads * config.head_dim, self.qkv.channels, config.hidden_size,
+            place,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -100,20 +104,14 @@ class Attention(nn.Module):
         )  # fmt: skip
         return h_TD, self.o(out_TN)
 
-    def targets(self, prefix: str) -> Targets:
-        return (
-            self.qkv.targets(prefix)
-            | self.o.targets(f"{prefix}.o_proj")
-            | self.qk_norm.targets(prefix)
-            | {f"{prefix}.softmax_offset": self.sinks.target(UNIT)}
-        )
-
 
 class DenseFeedForward(nn.Module):
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.inner_size, place, fp32=False)
+        self.norm = RMSNorm(
+            config.hidden_size, place.within("post_attention_layernorm"), eps=config.rms_norm_eps
+        )
+        self.mlp = SwiGLU(config.hidden_size, config.inner_size, place.within("mlp"), fp32=False)
 
     def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, inner_TF = linear.norm_swiglu(
@@ -121,34 +119,29 @@ class DenseFeedForward(nn.Module):
         )
         return h_TD, self.mlp.down(inner_TF)
 
-    def targets(self, prefix: str) -> Targets:
-        return self.mlp.targets(prefix)
-
 
 class SparseFeedForward(nn.Module):
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
         size = config.hidden_size
         self.count = config.experts_per_token
-        self.norm = RMSNorm(size, place, eps=config.rms_norm_eps)
-        self.router_ED = place.empty(config.num_experts, size, dtype=torch.float32)
-        self.experts = Experts(
-            config.num_experts, size, config.expert_inner_size, place, fp32=False
+        self.norm = RMSNorm(size, place.within("post_attention_layernorm"), eps=config.rms_norm_eps)
+        place = place.within("mlp")
+        self.router_ED = place.whole(
+            "gate.weight", config.num_experts, size, dtype=torch.float32, dummy=PROJECTION
         )
-        self.shared = SwiGLU(size, config.shared_inner_size, place, fp32=False)
+        self.experts = Experts(
+            config.num_experts, size, config.expert_inner_size, place.within("experts"), fp32=False
+        )
+        self.shared = SwiGLU(
+            size, config.shared_inner_size, place.within("shared_expert"), fp32=False
+        )
 
     def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
             h_TD, x_TD, self.norm.weight, self.router_ED, eps=self.norm.eps, count=self.count
         )
         return h_TD, self.experts(y_TD, weights_TN, ids_TN, self.shared)
-
-    def targets(self, prefix: str) -> Targets:
-        return (
-            {f"{prefix}.gate.weight": whole(self.router_ED, dummy=PROJECTION)}
-            | self.experts.targets(f"{prefix}.experts")
-            | self.shared.targets(f"{prefix}.shared_expert")
-        )
 
 
 class Layer(nn.Module):
@@ -165,14 +158,6 @@ class Layer(nn.Module):
         h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
         return self.feed_forward(h_TD, x_TD)
 
-    def targets(self, prefix: str) -> Targets:
-        return (
-            self.attention.norm.targets(f"{prefix}.input_layernorm")
-            | self.attention.targets(f"{prefix}.self_attn")
-            | self.feed_forward.norm.targets(f"{prefix}.post_attention_layernorm")
-            | self.feed_forward.targets(f"{prefix}.mlp")
-        )
-
 
 class Flint(nn.Module):
     # What transformers calls a tensor in memory, and so in some checkpoints.
@@ -181,10 +166,12 @@ class Flint(nn.Module):
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, place)
-        layers = [Layer(config, i, place) for i in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, place, eps=config.rms_norm_eps)
+        self.targets = place.targets
+        model = place.within("model")
+        self.embed = Embedding(config.vocab_size, config.hidden_size, model.within("embed_tokens"))
+        places = [model.within(f"layers.{i}") for i in range(config.num_layers)]
+        self.layers = nn.ModuleList([Layer(config, i, at) for i, at in enumerate(places)])
+        self.norm = RMSNorm(config.hidden_size, model.within("norm"), eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
     def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -203,15 +190,3 @@ class Flint(nn.Module):
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""
         return self.head(h_TD)
-
-    def targets(self) -> Targets:
-        """Where each tensor of a checkpoint goes, by its name there."""
-        targets = (
-            self.embed.targets("model.embed_tokens")
-            | self.norm.targets("model.norm")
-            | self.head.targets("lm_head")
-        )
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            targets |= layer.targets(f"model.layers.{i}")
-        return targets

@@ -1,11 +1,12 @@
-"""The layers both models are made of. Each knows its shard and where checkpoint tensors go.
+"""The layers both models are made of. Each knows its shard and which checkpoint tensors fill it.
 
-`targets(prefix)` maps a checkpoint name to its `Target`; the loader fills them, and `dummy` says
-how to fill them without a checkpoint.
+A layer asks its `Placement` for its weights by their names in the checkpoint; there each becomes a
+`Target`, which the loader fills, and `dummy` says how to without a checkpoint.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import nn
 
 from limelight.ops import experts, linear, norm
 from limelight.ops.embed import embed
+from limelight.ops.fp4 import BLOCK, FP4, Weight
 from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, all_reduce
 from limelight.parallel.mesh import Mesh
@@ -39,64 +41,16 @@ class Target:
     """Where one checkpoint tensor goes.
 
     The tensor has `shape`; `take` is the part that this rank holds and `into` the piece of a
-    parameter that receives it.
+    parameter that receives it. Routed experts are one tensor of all of them.
     """
 
-    into: torch.Tensor
+    into: Weight
     shape: tuple[int, ...]
     take: tuple[slice, ...]
     dummy: Dummy
 
 
 Targets = dict[str, Target]
-EVERYTHING = slice(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What every layer of a model is built with; an outline has shapes and types, and no memory."""
-
-    mesh: Mesh
-    dtype: torch.dtype
-    device: torch.device
-    outline: bool = False
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An unset parameter; inference is the default, training turns gradients on."""
-        device = torch.device("meta") if self.outline else self.device
-        value = torch.empty(shape, dtype=dtype or self.dtype, device=device)
-        return nn.Parameter(value, requires_grad=False)
-
-    def matrix(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Unset weights [..., out, in] of a product.
-
-        FP32 on a CPU keeps the input dimension outermost in memory: for the few rows of a decode
-        step the CPU's matrix product is then up to 1.7 times as fast.
-        """
-        if self.device.type != "cpu" or (dtype or self.dtype) != torch.float32:
-            return self.empty(*shape, dtype=dtype)
-        value = self.empty(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1)
-        return nn.Parameter(value, requires_grad=False)
-
-
-def whole(parameter: torch.Tensor, *, dummy: Dummy) -> Target:
-    """The target of a tensor that every rank holds in full."""
-    return Target(parameter, tuple(parameter.shape), (EVERYTHING,) * parameter.ndim, dummy)
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension, with its weight."""
-
-    def __init__(self, size: int, place: Placement, *, eps: float):
-        super().__init__()
-        self.weight = place.empty(size)
-        self.eps = eps
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return norm.rmsnorm(x_TD, self.weight, eps=self.eps)
-
-    def targets(self, prefix: str) -> Targets:
-        return {f"{prefix}.weight": whole(self.weight, dummy=ONES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,42 +66,144 @@ class Part:
         return self.take.stop - self.take.start
 
 
+def all_of(size: int) -> slice:
+    return slice(0, size)
+
+
+def nothing_is_packed(name: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What every layer of a model is built with; an outline has shapes and types, and no memory.
+
+    `packed` tells whether the checkpoint has the tensor of a name as NVFP4. `prefix` is what the
+    names of a layer begin with; `targets` gathers them for the whole model.
+    """
+
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+    outline: bool = False
+    packed: Callable[[str], bool] = nothing_is_packed
+    prefix: str = ""
+    targets: Targets = field(default_factory=dict)
+
+    def within(self, name: str) -> "Placement":
+        """For a layer whose names go on with `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An unset parameter; inference is the default, training turns gradients on."""
+        device = torch.device("meta") if self.outline else self.device
+        value = torch.empty(shape, dtype=dtype or self.dtype, device=device)
+        return nn.Parameter(value, requires_grad=False)
+
+    def fill(
+        self, name: str, into: Weight, shape: tuple[int, ...], take: tuple[slice, ...], dummy: Dummy
+    ) -> None:
+        """Have the loader fill `into` with the part `take` of a tensor."""
+        self.targets[self.prefix + name] = Target(into, shape, take, dummy)
+
+    def whole(
+        self, name: str, *shape: int, dummy: Dummy, dtype: torch.dtype | None = None
+    ) -> nn.Parameter:
+        """A tensor that every rank holds in full."""
+        value = self.empty(*shape, dtype=dtype)
+        self.fill(name, value, shape, tuple(map(all_of, shape)), dummy)
+        return value
+
+    def matrix(
+        self,
+        parts: Sequence[Part],
+        columns: int,
+        *,
+        take: slice | None = None,
+        count: int | None = None,
+        dtype: torch.dtype | None = None,
+        dummy: Dummy,
+    ) -> Weight:
+        """The weights of a product: `parts` one below the other, of `columns` columns each.
+
+        This rank holds the columns `take`. With `count`, the matrices of so many experts.
+        """
+        take = take or all_of(columns)
+        names = [f"{self.prefix}{part.name}.weight" for part in parts]
+        packed = [self.packed(name) for name in names]
+        if any(packed) and not all(packed):
+            raise ValueError(
+                f"{names[packed.index(True)]} is NVFP4 and {names[packed.index(False)]} is not; "
+                f"they must be of one kind, for they are held as one matrix"
+            )
+        front = () if count is None else (count,)
+        held = (*front, sum(part.held for part in parts), take.stop - take.start)
+        weight = self._packed(names[0], *held) if packed[0] else self._plain(*held, dtype=dtype)
+        first = 0
+        for part in parts:
+            rows = slice(first, first + part.held)
+            first = rows.stop
+            into = weight.narrow(rows) if isinstance(weight, FP4) else weight[..., rows, :]
+            shape, part_take = (*front, part.size, columns), (part.take, take)
+            self.fill(f"{part.name}.weight", into, shape, (*map(all_of, front), *part_take), dummy)
+        return weight
+
+    def _plain(self, *shape: int, dtype: torch.dtype | None) -> nn.Parameter:
+        """FP32 on a CPU keeps the input dimension outermost in memory: for the few rows of a decode
+        step the CPU's matrix product is then up to 1.7 times as fast."""
+        if self.device.type != "cpu" or (dtype or self.dtype) != torch.float32:
+            return self.empty(*shape, dtype=dtype)
+        value = self.empty(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1)
+        return nn.Parameter(value, requires_grad=False)
+
+    def _packed(self, name: str, *shape: int) -> FP4:
+        *rows, columns = shape
+        if columns % BLOCK:
+            raise ValueError(f"{name}: {columns} columns a rank are not whole blocks of {BLOCK}")
+        return FP4(
+            self.empty(*rows, columns // 2, dtype=torch.uint8),
+            self.empty(*rows, columns // BLOCK, dtype=torch.float8_e4m3fn),
+            self.empty(*rows, dtype=torch.float32),
+        )
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension, with its weight."""
+
+    def __init__(self, size: int, place: Placement, *, eps: float):
+        super().__init__()
+        self.weight = place.whole("weight", size, dummy=ONES)
+        self.eps = eps
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return norm.rmsnorm(x_TD, self.weight, eps=self.eps)
+
+
 class ColumnParallelLinear(nn.Module):
     """Projections of one input as one matrix; each rank holds some of the outputs of each."""
 
     def __init__(self, in_features: int, parts: list[Part], place: Placement):
         super().__init__()
         self.parts = parts
-        self.weight = place.matrix(sum(part.held for part in parts), in_features)
+        self.weight = place.matrix(parts, in_features, dummy=PROJECTION)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return linear.project(x_TD, self.weight)
-
-    def targets(self, prefix: str) -> Targets:
-        rows = self.weight.split([part.held for part in self.parts])
-        return {
-            f"{prefix}.{part.name}.weight": Target(
-                into, (part.size, into.shape[1]), (part.take, EVERYTHING), PROJECTION
-            )
-            for part, into in zip(self.parts, rows, strict=True)
-        }
 
 
 class RowParallelLinear(nn.Module):
     """A projection whose input is divided among the ranks; its results are summed over them."""
 
-    def __init__(self, in_features: int, take: slice, out_features: int, place: Placement):
+    def __init__(
+        self, name: str, in_features: int, take: slice, out_features: int, place: Placement
+    ):
         super().__init__()
-        self.in_features, self.take, self.mesh = in_features, take, place.mesh
-        self.weight = place.matrix(out_features, take.stop - take.start)
+        self.mesh = place.mesh
+        part = Part(name, out_features, all_of(out_features))
+        self.weight = place.matrix([part], in_features, take=take, dummy=OUTPUT_PROJECTION)
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         return all_reduce(linear.project(x_TF, self.weight), self.mesh)
-
-    def targets(self, prefix: str) -> Targets:
-        shape = (self.weight.shape[0], self.in_features)
-        target = Target(self.weight, shape, (EVERYTHING, self.take), OUTPUT_PROJECTION)
-        return {f"{prefix}.weight": target}
 
 
 class HeadProjections(ColumnParallelLinear):
@@ -178,26 +234,24 @@ class QKNorm(nn.Module):
 
     def __init__(self, projections: HeadProjections, place: Placement, *, eps: float):
         super().__init__()
-        self.weight_2C = place.empty(2, projections.head_dim)
-        queries, keys = (part.held // projections.head_dim for part in projections.parts[:2])
+        size = projections.head_dim
+        self.weight_2C = place.empty(2, size)
+        for name, weight_C in zip(("q_norm", "k_norm"), self.weight_2C, strict=True):
+            place.fill(f"{name}.weight", weight_C, (size,), (all_of(size),), ONES)
+        queries, keys = (part.held // size for part in projections.parts[:2])
         self.heads = Heads(queries=queries, keys=keys, eps=eps)
-
-    def targets(self, prefix: str) -> Targets:
-        names = zip(("q_norm", "k_norm"), self.weight_2C, strict=True)
-        return {f"{prefix}.{name}.weight": whole(weight, dummy=ONES) for name, weight in names}
 
 
 class PerHead(nn.Module):
     """One learned number for each query head, FP32 if `exact`; this rank holds its heads'."""
 
-    def __init__(self, total: int, take: slice, place: Placement, *, exact: bool):
+    def __init__(
+        self, name: str, total: int, take: slice, place: Placement, *, exact: bool, dummy: Dummy
+    ):
         super().__init__()
-        self.total, self.take = total, take
         dtype = torch.float32 if exact else place.dtype
         self.value_H = place.empty(take.stop - take.start, dtype=dtype)
-
-    def target(self, dummy: Dummy) -> Target:
-        return Target(self.value_H, (self.total,), (self.take,), dummy)
+        place.fill(name, self.value_H, (total,), (take,), dummy)
 
 
 class Embedding(nn.Module):
@@ -205,7 +259,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, size: int, place: Placement):
         super().__init__()
-        self.weight = place.empty(vocab_size, size)
+        self.weight = place.whole("weight", vocab_size, size, dummy=UNIT)
 
     def forward(self, tokens_T: torch.Tensor, last_tokens_S: torch.Tensor | None) -> torch.Tensor:
         """A token may be given as -1 - s for the one in `last_tokens_S[s]`."""
@@ -213,12 +267,9 @@ class Embedding(nn.Module):
             return F.embedding(tokens_T, self.weight)
         return embed(tokens_T, last_tokens_S, self.weight)
 
-    def targets(self, prefix: str) -> Targets:
-        return {f"{prefix}.weight": whole(self.weight, dummy=UNIT)}
-
 
 class LMHead(nn.Module):
-    """Hidden states to FP32 logits over the whole vocabulary; each rank holds some of its rows.
+    """Hidden states to FP32 logits [T, `outputs`]; each rank holds some rows of the vocabulary.
 
     The product is FP32. A CPU has none of BF16 operands with an FP32 result, so there the weight,
     exact in FP32, is held in it.
@@ -226,21 +277,21 @@ class LMHead(nn.Module):
 
     def __init__(self, size: int, vocab_size: int, place: Placement):
         super().__init__()
-        self.vocab_size, self.mesh = vocab_size, place.mesh
-        padded = math.ceil(vocab_size / place.mesh.size) * place.mesh.size
-        rows = place.mesh.shard(padded, what="vocabulary rows")
-        self.take = slice(rows.start, min(rows.stop, vocab_size))
+        self.mesh = mesh = place.mesh
+        share = math.ceil(vocab_size / mesh.size)
+        first = min(mesh.rank * share, vocab_size)
+        part = Part("lm_head", vocab_size, slice(first, min(first + share, vocab_size)))
         dtype = torch.float32 if place.device.type == "cpu" else place.dtype
-        self.weight = place.matrix(rows.stop - rows.start, size, dtype=dtype)
+        self.weight = place.matrix([part], size, dtype=dtype, dummy=UNIT)
+        # One rank's share alone has no others to gather from.
+        self.outputs = part.held if mesh.group is None else vocab_size
+        self.padding = share - part.held
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         logits_TV = linear.lm_head(x_TD, self.weight)
-        return all_gather(logits_TV, self.mesh)[:, : self.vocab_size]
-
-    def targets(self, prefix: str) -> Targets:
-        held = self.weight[: self.take.stop - self.take.start]
-        shape = (self.vocab_size, self.weight.shape[1])
-        return {f"{prefix}.weight": Target(held, shape, (self.take, EVERYTHING), UNIT)}
+        if self.padding:
+            logits_TV = F.pad(logits_TV, (0, self.padding))
+        return all_gather(logits_TV, self.mesh)[:, : self.outputs]
 
 
 class SwiGLU(nn.Module):
@@ -254,13 +305,10 @@ class SwiGLU(nn.Module):
         take = place.mesh.shard(inner, what="feed-forward channels")
         parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
         self.gate_up = ColumnParallelLinear(size, parts, place)
-        self.down = RowParallelLinear(inner, take, size, place)
+        self.down = RowParallelLinear("down_proj", inner, take, size, place)
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
         return self.down(linear.swiglu_project(y_TD, self.gate_up.weight, fp32=self.fp32))
-
-    def targets(self, prefix: str) -> Targets:
-        return self.gate_up.targets(prefix) | self.down.targets(f"{prefix}.down_proj")
 
 
 class Experts(nn.Module):
@@ -273,11 +321,12 @@ class Experts(nn.Module):
         self, count: int, size: int, inner: int, place: Placement, *, fp32: bool, scale: float = 1.0
     ):
         super().__init__()
-        self.inner, self.mesh, self.fp32, self.scale = inner, place.mesh, fp32, scale
-        self.take = place.mesh.shard(inner, what="expert channels")
-        held = self.take.stop - self.take.start
-        self.gate_up = place.matrix(count, 2 * held, size)
-        self.down = place.matrix(count, size, held)
+        self.mesh, self.fp32, self.scale = place.mesh, fp32, scale
+        take = place.mesh.shard(inner, what="expert channels")
+        parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
+        self.gate_up = place.matrix(parts, size, count=count, dummy=PROJECTION)
+        down = [Part("down_proj", size, all_of(size))]
+        self.down = place.matrix(down, inner, take=take, count=count, dummy=OUTPUT_PROJECTION)
 
     def forward(
         self,
@@ -292,18 +341,3 @@ class Experts(nn.Module):
             fp32=self.fp32, scale=self.scale,
         )  # fmt: skip
         return all_reduce(out_TD, self.mesh)
-
-    def targets(self, prefix: str) -> Targets:
-        size = self.down.shape[1]
-        targets: Targets = {}
-        for e in range(self.down.shape[0]):
-            gate, up = self.gate_up[e].chunk(2)
-            rows, columns = (self.take, EVERYTHING), (EVERYTHING, self.take)
-            for name, into in (("gate_proj", gate), ("up_proj", up)):
-                targets[f"{prefix}.{e}.{name}.weight"] = Target(
-                    into, (self.inner, size), rows, PROJECTION
-                )
-            targets[f"{prefix}.{e}.down_proj.weight"] = Target(
-                self.down[e], (size, self.inner), columns, OUTPUT_PROJECTION
-            )
-        return targets

@@ -4,28 +4,31 @@ Headers are read and checked against the model first: nothing missing, nothing l
 shape and type as expected. Only then is memory taken. Every fault names its file and tensor.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from limelight.checkpoint import read_json
 from limelight.models.beam import Beam, BeamConfig
 from limelight.models.flint import Flint, FlintConfig
-from limelight.models.layers import Placement, Target, Targets
+from limelight.models.layers import Dummy, Placement, Target, Targets
+from limelight.ops.fp4 import FP4, VALUES
 from limelight.progress import Progress
+from limelight.quant import gguf, safetensor_files
+from limelight.quant.declared import read_declared
+from limelight.quant.stored import DTYPES, Stored
 
 Model = Flint | Beam
 MODELS: dict[str, tuple[type[Flint], type[FlintConfig]] | tuple[type[Beam], type[BeamConfig]]] = {
     "FlintForCausalLM": (Flint, FlintConfig),
     "BeamForCausalLM": (Beam, BeamConfig),
 }
-DTYPES = ("BF16", "F16", "F32")
-INDEX = "model.safetensors.index.json"
-FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
+CACHE_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj\.\2_scale")
+ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
 
 
 def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
@@ -39,128 +42,124 @@ def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
         raise ValueError(
             f"{source}: unknown architecture {names!r}; known are {', '.join(sorted(MODELS))}"
         )
-    if json.get("quantization_config") is not None or (folder / "hf_quant_config.json").exists():
-        raise ValueError(f"{source}: quantized checkpoints are not supported yet")
+    read_declared(folder)
     return known[0], MODELS[known[0]][1].from_dict(json, source=str(source))
 
 
 def build(architecture: str, config: FlintConfig | BeamConfig, place: Placement) -> Model:
     """The model with unset weights."""
+    place = replace(place, targets={})
     return MODELS[architecture][0](config, place)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor in a file, or a part of one: `shape` is the part's, `part` what to read of it."""
+class Filling:
+    """A stored tensor and the target that it fills, or the one expert of it that it is."""
 
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    part: tuple[slice, ...]
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.name}"
-
-    def narrowed(self, take: tuple[slice, ...]) -> tuple[slice, ...]:
-        """What to read for the `take` of this part; a fused expert has one dimension in front."""
-        leading = len(self.part) - len(take)
-        inner = [
-            slice((outer.start or 0) + (t.start or 0), (outer.start or 0) + (t.stop or size))
-            for outer, t, size in zip(self.part[leading:], take, self.shape, strict=True)
-        ]
-        return (*self.part[:leading], *inner)
+    stored: Stored
+    target: Target
 
 
-def find_tensors(folder: Path) -> list[Source]:
-    """Every tensor in the folder's safetensors files, from their headers alone."""
-    return [source for file in _files(folder) for source in _read_header(file)]
+def find_tensors(path: Path) -> list[Stored]:
+    """Every tensor of a checkpoint: a folder of safetensors files, or a .gguf, or its folder."""
+    if path.is_file() or any(path.glob("*.gguf")):
+        return gguf.find_tensors(gguf.files_of(path))
+    return safetensor_files.find_tensors(path)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The checkpoint's files: those of its index, or its only one."""
-    if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-        ):
-            raise ValueError(f"{folder / INDEX}: weight_map must map names to files beside it")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not file.exists():
-                raise ValueError(f"{file}: no such file, but {INDEX} names it")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(
-            path.name for path in folder.glob("*.[bp][it]*") if path.suffix in (".bin", ".pt")
-        )
-        reason = f"; {pickles[0]} is a pickle, which may run code and is refused" if pickles else ""
-        raise ValueError(f"{folder}: no .safetensors file{reason}")
-    if len(files) > 1:
-        raise ValueError(f"{folder}: {len(files)} .safetensors files but no {INDEX}")
-    return files
+def packed_names(stored: Iterable[Stored]) -> Callable[[str], bool]:
+    """Which tensors, by the model's names, a checkpoint has as NVFP4."""
+    firsts: dict[str, Stored] = {}
+    for one in stored:
+        first = firsts.setdefault(_stacked(one.target)[0], one)
+        if (one.dtype == "NVFP4") != (first.dtype == "NVFP4"):
+            raise ValueError(
+                f"{one}: type {one.dtype}, but {first.name} is {first.dtype}; "
+                f"the experts of a layer must be of one kind"
+            )
+    return lambda name: name in firsts and firsts[name].dtype == "NVFP4"
 
 
-def _read_header(file: Path) -> Iterator[Source]:
-    try:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                piece = tensors.get_slice(name)
-                shape = tuple(piece.get_shape())
-                everything = tuple(slice(0, size) for size in shape)
-                yield Source(file, name, piece.get_dtype(), shape, everything)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a whole safetensors file: {error}") from error
+def cache_scales(stored: Iterable[Stored], layers: int) -> torch.Tensor:
+    """FP32 [layers, 2]: what keys and values in an FP8 cache are divided by; 1 if not stated."""
+    scales_L2 = torch.ones(layers, 2)
+    for one in stored:
+        match = CACHE_SCALE.fullmatch(one.target)
+        if match is None:
+            continue
+        if math.prod(one.shape) != 1 or one.dtype != "F32" or int(match[1]) >= layers:
+            raise ValueError(f"{one}: {one.dtype} {list(one.shape)}; a layer's scale is one FP32")
+        value = scales_L2[int(match[1]), "kv".index(match[2])]
+        one.copy(value.view(one.shape), tuple(slice(0, size) for size in one.shape))
+        if not 0 < value < math.inf:
+            raise ValueError(f"{one}: {value.item()}; a scale is a number above 0")
+    return scales_L2
 
 
-def _unfuse(source: Source, targets: Targets) -> Iterator[tuple[str, Source]]:
-    """The tensors that a fused expert tensor holds, by the names they have one by one.
-
-    One that holds more or other experts than the model has comes whole, as a tensor left over.
-    """
-    match = FUSED.fullmatch(source.name)
-    names = ["gate_proj", "up_proj"] if match and match["kind"] == "gate_up_proj" else ["down_proj"]
-    if (
-        match is None
-        or len(source.shape) != 3
-        or source.shape[1] % len(names)
-        or f"{match['experts']}.{source.shape[0] - 1}.down_proj.weight" not in targets
-    ):
-        yield source.name, source
-        return
-    count, rows, columns = source.shape
-    size = rows // len(names)
-    for e in range(count):
-        for i, name in enumerate(names):
-            part = (slice(e, e + 1), slice(i * size, (i + 1) * size), slice(0, columns))
-            one = Source(source.file, source.name, source.dtype, (size, columns), part)
-            yield f"{match['experts']}.{e}.{name}.weight", one
+def _stacked(name: str) -> tuple[str, int | None]:
+    """The name of all experts of a kind, and which of them this is; or the name as it is."""
+    match = ONE_EXPERT.fullmatch(name)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
 
 def match_tensors(
-    sources: list[Source], targets: Targets, renames: dict[str, str], *, folder: Path
-) -> dict[str, Source]:
-    """The source of each target, by name; `ValueError` names the first tensors that do not fit."""
-    found: dict[str, Source] = {}
-    for whole_source in sources:
-        for name, source in _unfuse(whole_source, targets):
-            for old, new in renames.items():
-                name = name.replace(old, new)
-            if name in found:
-                raise ValueError(f"{source} stands for {name}, and so does {found[name]}")
-            found[name] = source
-    if missing := [name for name in targets if name not in found]:
+    stored: Iterable[Stored], targets: Targets, renames: dict[str, str], *, folder: Path
+) -> list[Filling]:
+    """What fills each target; `ValueError` names the first tensors that do not fit."""
+    found: dict[tuple[str, int | None], Filling] = {}
+    leftover = []
+    for one in stored:
+        if CACHE_SCALE.fullmatch(one.target):
+            continue
+        name, expert = _stacked(one.target)
+        for old, new in renames.items():
+            name = name.replace(old, new)
+        target = targets.get(name)
+        if target is None or expert is not None and expert >= target.shape[0]:
+            leftover.append(str(one))
+            continue
+        if (name, expert) in found:
+            raise ValueError(f"{one} stands for {name}, and so does {found[name, expert].stored}")
+        filling = Filling(one, target if expert is None else _one_of(target, expert))
+        _check(filling)
+        found[name, expert] = filling
+    if missing := list(_missing(targets, found.keys())):
         raise ValueError(f"{folder}: {_some(missing)} missing in the checkpoint")
-    if leftover := [str(source) for name, source in found.items() if name not in targets]:
+    if leftover:
         raise ValueError(f"{_some(leftover)} not part of the model")
+    return list(found.values())
+
+
+def _one_of(target: Target, expert: int) -> Target:
+    return replace(target, into=target.into[expert], shape=target.shape[1:], take=target.take[1:])
+
+
+def _check(filling: Filling) -> None:
+    one, target = filling.stored, filling.target
+    if one.dtype not in DTYPES:
+        raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}")
+    if one.shape != target.shape:
+        raise ValueError(f"{one}: shape {list(one.shape)}; expected {list(target.shape)}")
+    if (one.dtype == "NVFP4") != isinstance(target.into, FP4):
+        raise ValueError(f"{one}: type {one.dtype}; this tensor cannot be held so")
+
+
+def _missing(targets: Targets, found: Iterable[tuple[str, int | None]]) -> Iterable[str]:
+    """Names of what nothing fills; of experts that come one by one, of each."""
+    whole = {name for name, expert in found if expert is None}
+    single: dict[str, set[int]] = {}
+    for name, expert in found:
+        if expert is not None:
+            single.setdefault(name, set()).add(expert)
     for name, target in targets.items():
-        source = found[name]
-        if source.dtype not in DTYPES:
-            raise ValueError(f"{source}: type {source.dtype}; expected one of {', '.join(DTYPES)}")
-        if source.shape != target.shape:
-            raise ValueError(f"{source}: shape {list(source.shape)}; expected {list(target.shape)}")
-    return found
+        if name in single:
+            front, projection = name.rsplit(".", 2)[0], ".".join(name.rsplit(".", 2)[1:])
+            lost = set(range(target.shape[0])) - single[name]
+            if name in whole:
+                raise ValueError(f"{name} is there as one tensor and by experts")
+            yield from (f"{front}.{expert}.{projection}" for expert in sorted(lost))
+        elif name not in whole:
+            yield name
 
 
 def _some(names: list[str]) -> str:
@@ -174,26 +173,17 @@ def _some(names: list[str]) -> str:
     )
 
 
-def load_weights(model: Model, sources: dict[str, Source], progress: Progress):
+def load_weights(fillings: list[Filling], progress: Progress):
     """Copy each tensor, or this rank's part of it, into the model."""
-    targets = model.targets()
-    by_file: dict[Path, list[str]] = {}
-    for name, source in sources.items():
-        by_file.setdefault(source.file, []).append(name)
-    total = sum(target.into.nbytes for target in targets.values())
+    total = sum(filling.target.into.nbytes for filling in fillings)
     with progress.phase("loading weights", total, unit="bytes") as advance, torch.no_grad():
-        for file, names in sorted(by_file.items()):
-            with safe_open(file, "pt") as tensors:
-                for name in names:
-                    target, source = targets[name], sources[name]
-                    piece = tensors.get_slice(source.name)[source.narrowed(target.take)]
-                    target.into.copy_(piece.view(target.into.shape))
-                    advance(target.into.nbytes)
+        for filling in sorted(fillings, key=lambda filling: filling.stored.file):
+            filling.stored.copy(filling.target.into, filling.target.take)
+            advance(filling.target.into.nbytes)
 
 
-def fill_dummy(model: Model, *, seed: int, progress: Progress):
+def fill_dummy(targets: Targets, *, seed: int, progress: Progress):
     """Random weights with realistic statistics, made on the device, a fresh seed a tensor."""
-    targets = model.targets()
     total = sum(target.into.nbytes for target in targets.values())
     with progress.phase("making weights", total, unit="bytes") as advance, torch.no_grad():
         for i, target in enumerate(targets.values()):
@@ -203,27 +193,49 @@ def fill_dummy(model: Model, *, seed: int, progress: Progress):
 
 
 def _fill(target: Target, *, seed: int):
-    generator = torch.Generator(device=target.into.device).manual_seed(seed)
-    target.into.normal_(target.dummy.mean, target.dummy.std, generator=generator)
+    into, dummy = target.into, target.dummy
+    device = into.codes.device if isinstance(into, FP4) else into.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if isinstance(into, FP4):
+        _fill_packed(into, dummy, generator)
+    else:
+        into.normal_(dummy.mean, dummy.std, generator=generator)
+
+
+def _fill_packed(into: FP4, dummy: Dummy, generator: torch.Generator) -> None:
+    """Uniform codes, and block scales of 0.75 to 1.5."""
+    into.codes.random_(0, 256, generator=generator)
+    into.scales.view(torch.uint8).random_(0x34, 0x3C + 1, generator=generator)
+    codes = torch.tensor(VALUES).square().mean()
+    bits = torch.arange(0x34, 0x3C + 1, dtype=torch.uint8)
+    scales = bits.view(torch.float8_e4m3fn).float().square().mean()
+    into.rows.fill_(dummy.std / (codes * scales).sqrt().item())
 
 
 def load_model(
-    folder: Path,
+    path: Path,
     place: Placement,
     *,
     config_folder: Path | None = None,
+    stored: list[Stored] | None = None,
     dummy_seed: int | None = None,
     progress: Progress,
 ) -> Model:
-    """The model in `folder` with its weights, or random ones where `dummy_seed` is given."""
-    architecture, config = read_config(config_folder or folder)
+    """The model at `path` with its weights, or random ones where `dummy_seed` is given.
+
+    `stored` is what `find_tensors` found there, if it has been asked already.
+    """
+    folder = config_folder or path
+    architecture, config = read_config(folder)
     if dummy_seed is not None:
-        model = build(architecture, config, place)
-        fill_dummy(model, seed=dummy_seed, progress=progress)
+        model = build(architecture, config, replace(place, packed=read_declared(folder).packed))
+        fill_dummy(model.targets, seed=dummy_seed, progress=progress)
         return model.eval()
+    stored = find_tensors(path) if stored is None else stored
+    place = replace(place, packed=packed_names(stored))
     # Shapes alone: a fault in the checkpoint is found before any memory is taken.
     outline = build(architecture, config, replace(place, outline=True))
-    sources = match_tensors(find_tensors(folder), outline.targets(), outline.renames, folder=folder)
+    match_tensors(stored, outline.targets, outline.renames, folder=path)
     model = build(architecture, config, place)
-    load_weights(model, sources, progress)
+    load_weights(match_tensors(stored, model.targets, model.renames, folder=path), progress)
     return model.eval()

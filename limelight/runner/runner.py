@@ -142,7 +142,7 @@ class ModelRunner:
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
-            vocab_size=model.config.vocab_size, eos_token_ids=eos_token_ids, device=self.device
+            vocab_size=model.head.outputs, eos_token_ids=eos_token_ids, device=self.device
         )
         self.graphs: DecodeGraphs | None = None
 

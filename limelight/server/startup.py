@@ -62,8 +62,9 @@ def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
     """Read tokenizer, template and defaults; `ValueError` names what is broken."""
     if server.host not in ("127.0.0.1", "::1", "localhost") and not server.api_key:
         logger.warning("%s is open to the network, and no --api-key is set", server.host)
-    revision = None if engine.tokenizer else engine.revision
-    folder = locate(engine.tokenizer or engine.model, revision=revision, weights=False)
+    source = engine.text_source
+    revision = engine.revision if source == engine.model else None
+    folder = locate(source, revision=revision, weights=False)
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder)
@@ -80,7 +81,8 @@ def sampling_defaults(engine: EngineConfig, choice: str) -> dict[str, float | in
         return {}
     source = (engine.hf_config_path or engine.model) if choice == "auto" else choice
     revision = engine.revision if source == engine.model else None
-    path = locate(source, revision=revision, weights=False) / "generation_config.json"
+    folder = locate(source, revision=revision, weights=False)
+    path = folder / "generation_config.json"
     if choice == "auto" and not path.is_file():
         return {}
     stated = read_json(path)

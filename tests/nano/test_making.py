@@ -94,7 +94,7 @@ def test_experts_that_all_compute_give_what_the_chosen_ones_give(tmp_path):
 
 def test_an_export_holds_bf16_and_exact_routers(tmp_path):
     model = tiny_model(tmp_path, "flint")
-    save_weights(model.targets(), tmp_path)
+    save_weights(model.targets, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["model.layers.3.mlp.gate.weight"].dtype == torch.float32
     assert tensors["model.layers.3.self_attn.softmax_offset"].dtype == torch.float32
