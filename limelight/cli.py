@@ -1,4 +1,4 @@
-"""The `limelight` command: serve, chat, generate, inspect and bench.
+"""The `limelight` command: serve, chat, generate, inspect, quantize and bench.
 
 Nothing heavy is imported before a command runs, so that the help answers at once.
 """
@@ -23,6 +23,7 @@ from limelight.flags import (
     spell,
 )
 
+FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
 BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "ops": ops}
 
 
@@ -126,6 +127,22 @@ def _inspect_flags(parser: argparse.ArgumentParser):
     _engine_flags(parser)
 
 
+def _quantize_flags(parser: argparse.ArgumentParser):
+    parser.add_argument(
+        "source", nargs="?", metavar="SRC", help="bundled model, local folder or hub id"
+    )
+    parser.add_argument(
+        "into", nargs="?", metavar="DST", help="file NAME.gguf or folder to be made"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, help="one GGUF file, or a folder as ModelOpt's"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where to compute (default: auto, a GPU if there is one)",
+    )  # fmt: skip
+
+
 def _bench_flags(parser: argparse.ArgumentParser):
     benches = _commands(parser)
     for name, bench in BENCHES.items():
@@ -201,6 +218,20 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _quantize(args: argparse.Namespace) -> int:
+    if not (args.source and args.into and args.format):
+        raise ValueError(f"give SRC, DST and --format, one of {', '.join(FORMATS)}")
+    from limelight.progress import Progress
+    from limelight.quantize import quantize, show
+
+    show(
+        quantize(
+            args.source, args.into, format=args.format, device=args.device, progress=Progress()
+        )
+    )
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     from limelight.bench.record import record, save, show
 
@@ -220,5 +251,6 @@ COMMANDS = {
     "chat": ("Talk with a model in the terminal.", _chat_flags, _chat),
     "generate": ("Complete prompts and print the texts.", _generate_flags, _generate),
     "inspect": ("Tell what a model holds and whether it fits.", _inspect_flags, _inspect),
+    "quantize": ("Write a checkpoint anew in NVFP4.", _quantize_flags, _quantize),
     "bench": ("Measure speed and write it down.", _bench_flags, None),
 }

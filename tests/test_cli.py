@@ -52,7 +52,8 @@ def test_the_help_answers_in_under_a_third_of_a_second():
 def test_the_help_of_every_command_needs_no_torch():
     program = (
         "import sys; from limelight import cli\n"
-        "for argv in (['serve'], ['chat'], ['inspect'], ['bench', 'decode'], ['bench', 'serve']):\n"
+        "for argv in (['serve'], ['chat'], ['generate'], ['inspect'], ['quantize'],\n"
+        "             ['bench', 'decode'], ['bench', 'serve']):\n"
         "    try: cli.main([*argv, '--help'])\n"
         "    except SystemExit as error: assert error.code == 0\n"
         "heavy = {'torch', 'rich', 'transformers', 'starlette', 'numpy'} & set(sys.modules)\n"
@@ -162,7 +163,7 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
         ["--speculative_config.num_speculative_tokens", "7"],
         ["-dp", "4"],
         ["--enable-expert-parallel"],
-        ["--kv-cache-dtype", "fp8"],
+        ["--kv-cache-dtype", "fp8_e5m2"],
         ["--quantization=fp8"],
         ["--enable-lora"],
         ["-tp", "4"],

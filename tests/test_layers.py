@@ -16,7 +16,7 @@ LEVELS = [
     {"runner"},
     {"engine", "LLM"},
     {"server"},
-    {"cli", "flags", "bench", "chat", "inspection", "__main__"},
+    {"cli", "flags", "bench", "chat", "inspection", "quantize", "conversion", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 UNSAFE = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
