@@ -1,24 +1,29 @@
 """`limelight inspect`: what a model holds, what it takes, and whether it fits on this device.
 
-Made from config.json alone: no weight is read or downloaded.
+Made from config.json, and from the headers of weights that are here; none is downloaded or read.
 """
 
 from collections import Counter
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from limelight.checkpoint import BUNDLED_NAMES, locate
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
 from limelight.engine.startup import plan_memory, resolve
 
+WEIGHTS = ("*.safetensors", "*.gguf")
 LENGTHS = (1024, 8192, 65_536, 262_144)
 
 
 def inspect(config: EngineConfig) -> dict[str, object]:
     """The report as plain data; sizes in bytes."""
-    config = replace(config, load_format="dummy")
+    local = locate(config.model, weights=False) if _is_here(config.model) else None
+    if local is None or local.is_dir() and not any(map(any, map(local.glob, WEIGHTS))):
+        config = replace(config, load_format="dummy")
     found = resolve(config)
     plan, model = plan_memory(config, found), found.shape
     try:
@@ -38,7 +43,9 @@ def inspect(config: EngineConfig) -> dict[str, object]:
         },
         "attention": _attention(plan),
         "parameters": sum(kind.parameters for kind in plan.kinds),
-        "weights": [asdict(kind) for kind in plan.kinds],
+        "weights": [
+            asdict(kind) | {"path": _path(kind.format, found.device.type)} for kind in plan.kinds
+        ],
         "memory": {
             "available": plan.available,
             "weights": plan.weights,
@@ -50,6 +57,17 @@ def inspect(config: EngineConfig) -> dict[str, object]:
         "fits": fault is None,
         "fault": fault,
     }
+
+
+def _is_here(model: str) -> bool:
+    return model in BUNDLED_NAMES or Path(model).expanduser().exists()
+
+
+def _path(format: str, device: str) -> str:
+    """What a product with such weights runs through."""
+    if "nvfp4" not in format:
+        return "kernels" if device == "cuda" else "torch"
+    return "W4A16 kernels" if device == "cuda" else "decoded for each product"
 
 
 def _attention(plan: MemoryPlan) -> list[dict[str, object]]:
@@ -108,7 +126,7 @@ def _rows(value: object) -> list[dict[str, object]]:
 def _table(rows: list[dict[str, object]]) -> Table:
     table = Table()
     for column in rows[0]:
-        table.add_column(column.replace("_", " "), justify="right")
+        table.add_column(column.replace("_", " "), justify="right", overflow="fold")
     for row in rows:
         table.add_row(
             *(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row.values())

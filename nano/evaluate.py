@@ -12,6 +12,7 @@ from functools import partial
 
 import tokenizers
 
+from limelight.checkpoint import BUNDLED_NAMES
 from nano import tasks
 from nano.chat import FAMILIES, Family
 from nano.conversations import far_lookup, from_turns
@@ -150,15 +151,17 @@ def table(scores: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=FAMILIES)
+    parser.add_argument("model", choices=BUNDLED_NAMES)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--limit", type=int, help="ask only so many questions of each task")
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print of each task")
     args = parser.parse_args()
     from limelight import LLM, SamplingParams
 
-    with LLM(args.model, device=args.device, dtype=args.dtype) as llm:
+    settings = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype}
+    with LLM(args.model, device=args.device, **settings) as llm:
 
         def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -167,7 +170,7 @@ def main() -> None:
                 raise RuntimeError(errors[0])
             return [one.token_ids for one in answers]
 
-        family = FAMILIES[args.model]
+        family = FAMILIES[args.model.removesuffix("-nvfp4")]
         print(table(score(family, load(family.folder), generate, show=args.show, limit=args.limit)))
 
 

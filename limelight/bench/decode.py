@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             prompts, num_steps=args.num_tokens
         )
     rng, rows = random.Random(args.prompt_seed), []
-    label = workload.labels(args, config, info.dtype)
+    label = workload.labels(args, config, started.info.dtype, started.plan.kinds)
     for context in args.context:
         for batch in args.batch:
             prompts = workload.random_prompts(

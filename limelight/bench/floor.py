@@ -126,9 +126,11 @@ def weight_bytes(model: Model, experts_read: list[int]) -> int:
     Of the embedding a step reads only a row for each token, which is nothing beside the rest.
     """
     sparse = [module for module in model.modules() if isinstance(module, Experts)]
-    held = {id(p) for module in sparse for p in (module.gate_up, module.down)}
-    held.add(id(model.embed.weight))
-    dense = sum(p.nbytes for p in model.parameters() if id(p) not in held)
+    dense = sum(
+        target.into.nbytes
+        for name, target in model.targets.items()
+        if ".experts." not in name and "embed_tokens" not in name
+    )
     routed = sum(
         count * (module.gate_up[0].nbytes + module.down[0].nbytes)
         for count, module in zip(experts_read, sparse, strict=True)

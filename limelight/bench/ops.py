@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from limelight.bench import workload
 
 if TYPE_CHECKING:
-    import torch
-
     from limelight.ops import Call
 
 REPLAYS = 50
@@ -26,6 +24,7 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--batch", type=int, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)")
     flag("--context", type=int, nargs="+", default=[1024], help="prompt tokens (default: 1024)")
     workload.add_slice_flag(parser)
+    flag("--plain", action="store_true", help="also time each operation's plain torch form")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
 
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     if not started.on_gpu:
         raise ValueError("bench ops times kernels, which need a GPU; a CPU runs the references")
     rng = random.Random(args.prompt_seed)
-    label = workload.labels(args, config, started.info.dtype)
+    label = workload.labels(args, config, started.info.dtype, started.plan.kinds)
     bandwidth = floor.read_bandwidth(floor.runner_of(started).device)
     rows: list[dict[str, object]] = []
     for context in args.context:
@@ -48,7 +47,8 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             calls = floor.calls_of_a_step(started, prompts)
             for name, same in _by_kind(calls).items():
                 row = {"batch": batch, "context": context, "op": name, "calls": len(same)}
-                rows.append(label | row | time_calls(same, context, bandwidth))
+                row |= time_calls(same, context, bandwidth)
+                rows.append(label | row | (time_plain(same) if args.plain else {}))
     return rows
 
 
@@ -97,16 +97,39 @@ def time_calls(calls: "list[Call]", context: int, bandwidth: float) -> dict[str,
     }
 
 
+def time_plain(calls: "list[Call]") -> dict[str, object]:
+    """Microseconds that the device works for a call's plain form, without what lies between."""
+    import torch
+
+    from limelight.ops import use_reference
+
+    def repeat() -> None:
+        for call in calls:
+            call.reference(*call.args, **call.kwargs)
+
+    with torch.inference_mode(), use_reference():
+        repeat()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            repeat()
+            torch.cuda.synchronize()
+    total = sum(event.self_device_time_total for event in profile.key_averages())
+    return {"plain_us": round(total / len(calls), 2)}
+
+
 def bytes_of(call: "Call", context: int) -> int:
     """The bytes of a call's inputs: of experts those chosen, of a cache the keys that are seen."""
     import torch
 
+    from limelight.ops.fp4 import FP4
     from limelight.ops.paging import LayerCache, PagedLayout
 
     values = [*call.args, *call.kwargs.values()]
-    total = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    total = sum(value.nbytes for value in values if isinstance(value, (torch.Tensor, FP4)))
     if call.name == "moe":
-        gate_up_EGD, down_EDF, ids_TN = (_tensor(call.args[i]) for i in (1, 2, 4))
+        gate_up_EGD, down_EDF, ids_TN = (call.args[i] for i in (1, 2, 4))
+        assert isinstance(gate_up_EGD, (torch.Tensor, FP4)) and isinstance(ids_TN, torch.Tensor)
+        assert isinstance(down_EDF, (torch.Tensor, FP4))
         unread = len(gate_up_EGD) - len(ids_TN.unique())
         total -= unread * (gate_up_EGD[0].nbytes + down_EDF[0].nbytes)
     caches = [value for value in values if isinstance(value, LayerCache)]
@@ -115,10 +138,3 @@ def bytes_of(call: "Call", context: int) -> int:
         keys = context if layout.window is None else min(context, layout.window)
         total += keys * layout.few * cache.pairs_2KSC[:, :, 0].nbytes
     return total
-
-
-def _tensor(value: object) -> "torch.Tensor":
-    import torch
-
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     rng = random.Random(args.prompt_seed)
     rows = []
     started, config = workload.open_engine(args)
-    label = workload.labels(args, config, started.info.dtype)
+    label = workload.labels(args, config, started.info.dtype, started.plan.kinds)
     for context in args.context:
         for batch in args.batch:
             seconds = []

@@ -11,10 +11,13 @@ from limelight.flags import config_from
 from limelight.types import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from limelight.engine.memory import WeightKind
     from limelight.engine.startup import Started
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
-SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+SHORT = {"bfloat16": "bf16", "float32": "fp32", "fp8": "fp8", "fp8_e4m3": "fp8"}
 
 
 class Steps(Protocol):
@@ -48,12 +51,16 @@ def open_engine(args: argparse.Namespace) -> "tuple[Started, EngineConfig]":
     return start_engine(config, Progress(quiet=False), mesh), config
 
 
-def labels(args: argparse.Namespace, config: EngineConfig, dtype: str) -> dict[str, object]:
+def labels(
+    args: argparse.Namespace, config: EngineConfig, dtype: str, kinds: "Sequence[WeightKind]"
+) -> dict[str, object]:
     """The columns that say what ran: model, weights, KV cache, and how many share the model."""
     kv = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     model = Path(config.model).name.lower()
     slice_of = args.tensor_parallel_slice
-    return {"model": model, "weights": SHORT[dtype], "kv": SHORT[kv], "slice": slice_of}
+    packed = any("nvfp4" in kind.format for kind in kinds)
+    weights = "nvfp4" if packed else SHORT[dtype]
+    return {"model": model, "weights": weights, "kv": SHORT[kv], "slice": slice_of}
 
 
 def random_prompts(rng: random.Random, *, batch: int, context: int, vocab: int) -> list[list[int]]:

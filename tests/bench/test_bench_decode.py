@@ -1,3 +1,4 @@
+import argparse
 import random
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from limelight.bench import workload
 from limelight.bench.decode import DROPPED_STEPS, agreement, compare, time_decode
 from limelight.bench.prefill import time_prefill
+from limelight.config import EngineConfig
 from limelight.types import Output
 
 
@@ -114,3 +116,10 @@ def test_contestants_decode_the_same_prompts_in_turn():
 def test_agreement_ends_at_the_first_difference():
     assert agreement([[1, 2, 3, 4]], [[1, 2, 3, 4]]) == 1
     assert agreement([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.5
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3"])
+def test_an_fp8_cache_has_one_label_however_it_is_spelled(kind):
+    args = argparse.Namespace(tensor_parallel_slice=1)
+    found = workload.labels(args, EngineConfig(kv_cache_dtype=kind), "bfloat16", [])
+    assert (found["weights"], found["kv"]) == ("bf16", "fp8")
