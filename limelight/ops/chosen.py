@@ -474,7 +474,7 @@ DOWN: dict[int, Tile] = {
 }
 DOWN_FP4: dict[int, Tile] = {
     3072: {"BLOCK_D": 16, "CHUNK": 512, "num_warps": 8, "maxnreg": 80},
-    2**31: {"BLOCK_D": 8, "CHUNK": 512, "num_warps": 8, "maxnreg": 80},
+    2**31: {"BLOCK_D": 8, "CHUNK": 512, "num_warps": 8, "maxnreg": 128},
 }
 
 

@@ -88,7 +88,7 @@ def fetch(
     real_L1 = None if ALL else ((key_L >= first) & (key_L < end))[:, None]
     zero = None if ALL else 0.0
     k_LC = tl.load(key_LC, mask=real_L1, other=zero)
-    v_LC = tl.load(key_LC + KV_HEADS * half_stride, mask=real_L1, other=zero)
+    v_LC = tl.load(key_LC + half_stride.to(tl.int64) * KV_HEADS, mask=real_L1, other=zero)
     return tl.trans(k_LC), v_LC
 
 
@@ -335,7 +335,7 @@ def _split_kernel(
             v_EW = stored(v_EC, v_scale, pairs.dtype.element_ty)
             to_EW = pairs + kv * half_stride + slot_E[:, None] * WIDTH + tl.arange(0, WIDTH)
             tl.store(to_EW, k_EW, mask=(slot_E >= 0)[:, None])
-            tl.store(to_EW + KV_HEADS * half_stride, v_EW, mask=(slot_E >= 0)[:, None])
+            tl.store(to_EW + half_stride.to(tl.int64) * KV_HEADS, v_EW, mask=(slot_E >= 0)[:, None])
             m_R, l_R, a_RC = absorb(
                 q_RC, tl.trans(k_EW), v_EW, cached, length, position_R, m_R, l_R, a_RC, scale,
                 WINDOW, NEW, False, FP8,

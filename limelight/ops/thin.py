@@ -430,7 +430,7 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
     16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
 # One row and an NVFP4 weight, by the most columns.
-ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 8192: Tile(4, 4, 6)}
+ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 8192: Tile(4, 4, 8)}
 # By the most columns.
 FEW_ROWS_FP4 = {2048: Tile(16, 4, 5), 4096: Tile(16, 8, 2), 8192: Tile(8, 8, 2)}
 MOST_COLUMNS = 8192  # that registers hold

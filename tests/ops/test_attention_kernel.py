@@ -1,6 +1,7 @@
 """The attention kernels, from projection to output, against the equation in FP64."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -282,3 +283,33 @@ def compile_cases() -> list[Case]:
                 kind = ("full" if seen is None else "window") + (" FP8" if fp8 else "")
                 cases.append(Case(f"{family} {kind} {name}", call, decode=few_queries))
     return cases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 513], ids="window-{}".format)
+@pytest.mark.parametrize("name", ["decode 8", "both"])
+def test_a_cache_may_hold_more_numbers_than_an_int32_counts(name, window):
+    heads, kv_heads, size = REAL["Flint"]
+    layout, slots, counts = layout_of(
+        REAL_BATCHES[name], block_size=16, window=window, device="cuda"
+    )
+    cache = cache_of(slots, kv_heads, size, torch.bfloat16, "cuda", fp8=False)
+    cache.pairs_2KSC.normal_()
+    blocks = 2**31 // (kv_heads * size * 16) + 3
+    far_2KSC = torch.zeros(
+        2, kv_heads, blocks * 16 + cache.pairs_2KSC.shape[2], size,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    far_2KSC[:, :, blocks * 16 :] = cache.pairs_2KSC
+    far = replace(layout, tables_SN=layout.tables_SN + blocks, slots_T=layout.slots_T + blocks * 16)
+    qkv_TN = torch.randn(sum(counts), (heads + 2 * kv_heads) * size, device="cuda").bfloat16()
+    weight_2C = torch.ones(2, size, device="cuda", dtype=torch.bfloat16)
+    found = [
+        paged_attention.kernel(
+            qkv_TN, weight_2C, LayerCache(pairs_2KSC), where,
+            scale=SCALE, heads=Heads(heads, kv_heads, EPS),
+        )
+        for pairs_2KSC, where in ((cache.pairs_2KSC, layout), (far_2KSC, far))
+    ]  # fmt: skip
+    assert torch.equal(*found)
+    assert torch.equal(far_2KSC[:, :, blocks * 16 :], cache.pairs_2KSC)
