@@ -453,7 +453,7 @@ def _down_kernel(
 Tile = dict[str, int]
 # Up to this many rows, each goes to its experts by itself; by the most columns.
 FEW = {4096: 5, 2**31: 12}
-FEW_FP4 = {2**31: 8}
+FEW_FP4 = {4096: 5, 2**31: 8}
 # Rows of weight a program, columns at a time and warps; by the most columns.
 GATE_UP: dict[int, Tile] = {
     4096: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8},

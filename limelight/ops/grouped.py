@@ -397,10 +397,8 @@ TILES = {
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
 FP4_TILES: dict[int, Tile] = {
-    8: {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4, "maxnreg": 128},
-    24: {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
-    48: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-    96: {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
+    8: {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
+    72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
 }
 
 

@@ -430,7 +430,9 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
     16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
 # One row and an NVFP4 weight, by the most columns.
-ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 8192: Tile(4, 4, 8)}
+ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 4096: Tile(4, 4, 8), 8192: Tile(4, 4, 6)}
+# Up to so many rows, for weights of up to so many; a thread loads the scales of two blocks at once.
+FEW_FP4, MOST_ROWS_FP4 = 8, 2**16
 # By the most columns.
 FEW_ROWS_FP4 = {2048: Tile(16, 4, 5), 4096: Tile(16, 8, 2), 8192: Tile(8, 8, 2)}
 MOST_COLUMNS = 8192  # that registers hold
@@ -535,8 +537,9 @@ def few_tile(count: int, weight_DF: Weight) -> Tile | None:
         return None
     if not isinstance(weight_DF, FP4):
         return by_size(by_size(FEW_ROWS, count), columns)
-    # A thread loads the scales of two blocks at once.
-    return by_size(FEW_ROWS_FP4, columns) if columns % (2 * BLOCK) == 0 else None
+    if count > FEW_FP4 or len(weight_DF) > MOST_ROWS_FP4 or columns % (2 * BLOCK):
+        return None
+    return by_size(FEW_ROWS_FP4, columns)
 
 
 def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:
