@@ -1,6 +1,7 @@
 """From a config to a running engine: find, plan, load, warm up."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from limelight.models.beam import BeamConfig
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
+    Model,
     build,
     cache_scales,
     find_tensors,
@@ -26,6 +28,7 @@ from limelight.models.loader import (
     packed_names,
     read_config,
 )
+from limelight.ops.fp4 import FP4
 from limelight.ops.paging import FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
@@ -119,7 +122,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
         kinds=weight_kinds(outline),
-        workspace=_workspace(config, found),
+        workspace=_workspace(config, found) + _unpacked(outline, found),
         block=block,
         groups=groups,
         num_blocks=0,
@@ -145,6 +148,14 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
         heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
     )  # fmt: skip
     return 4 * tokens * width + logits + attention
+
+
+def _unpacked(outline: Model, found: Resolved) -> int:
+    """Of the largest NVFP4 matrix, which many rows on a GPU have unpacked; else it is not."""
+    packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
+    if found.device.type == "cpu" or not packed:
+        return 0
+    return found.dtype.itemsize * max(math.prod(weight.shape) for weight in packed)
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:

@@ -76,6 +76,8 @@ class FP4:
 Weight = torch.Tensor | FP4
 
 
+# Weights that the reference has in FP32 at a time.
+UNPACKED_AT_ONCE = 2**22
 # What kernels leave out of a weight, exactly, for the row's scale to make good: powers of two that
 # come of reading codes and scales as FP16 or BF16 of other exponents.
 LEFT_OF_SUMS, LEFT_OF_WEIGHTS = 2.0**22, 2.0**8
@@ -96,8 +98,14 @@ def multiply_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
     """x W^T in the type of x; of NVFP4 the sum is scaled in FP32 before it is rounded."""
     if isinstance(weight_DF, torch.Tensor):
         return F.linear(x_TF, weight_DF)
-    held = unpack_reference(weight_DF.codes, weight_DF.scales, dtype=torch.float32)
-    return (F.linear(x_TF.float(), held) * weight_DF.rows).to(x_TF.dtype)
+    (rows, columns), x_TF32 = weight_DF.shape, x_TF.float()
+    step = max(1, UNPACKED_AT_ONCE // columns)
+    pieces = [weight_DF[at : at + step] for at in range(0, rows, step)]
+    sums = [
+        F.linear(x_TF32, unpack_reference(piece.codes, piece.scales, dtype=torch.float32))
+        for piece in pieces
+    ]
+    return (torch.cat(sums, dim=-1) * weight_DF.rows).to(x_TF.dtype)
 
 
 @triton.jit
