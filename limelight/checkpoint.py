@@ -7,7 +7,7 @@ from typing import NoReturn
 BUNDLED = Path(__file__).parent / "nano"
 BUNDLED_NAMES = ("flint-nano", "beam-nano", "flint-nano-nvfp4", "beam-nano-nvfp4")
 # What a checkpoint may consist of; pickles (.bin, .pt) run code when they are read.
-HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.gguf"]
+HUB_FILES, HUB_WEIGHTS = ["*.json", "*.jinja"], ("*.safetensors", "*.gguf")
 LARGEST_JSON = 64 * 2**20
 
 
@@ -42,9 +42,13 @@ def _from_hub(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = HUB_FILES if weights else HUB_FILES[:2]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        for kind in HUB_WEIGHTS if weights else [""]:
+            patterns = [*HUB_FILES, *filter(None, [kind])]
+            folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+            if not kind or any(folder.glob(kind)):
+                break
+        return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ValueError(f"cannot get {model}{at} from the hub: {error}") from error

@@ -44,6 +44,8 @@ SMALL_MODEL = 256 * 2**20
 ALONE = Mesh.single()
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KV_DTYPES = DTYPES | {"fp8": FP8, "fp8_e4m3": FP8}
+# Numbers in a head for which kernels read FP8.
+LEAST_FP8_HEAD = 32
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
 
@@ -73,8 +75,10 @@ def resolve(config: EngineConfig) -> Resolved:
     if folder.is_file():
         raise ValueError(f"{folder} has no config.json: name its folder with --hf-config-path")
     architecture, shape = read_config(folder)
-    stored = None if config.load_format == "dummy" else find_tensors(weights)
+    stored = find_tensors(weights) if config.load_format != "dummy" else None
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
+    if stored is None and weights.is_file():
+        packed = packed_names(find_tensors(weights))
     device = _device(config.device)
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
@@ -108,6 +112,9 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
     outline = build(found.architecture, model, place)
     groups = plan_groups(model.windows)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
+    fp8 = config.kv_cache_dtype.startswith("fp8")
+    if fp8 and device.type == "cuda" and model.head_dim < LEAST_FP8_HEAD:
+        raise ValueError(f"an FP8 KV cache needs heads of {LEAST_FP8_HEAD}; found {model.head_dim}")
     block = BlockShape(
         rows=max(len(group.layers) for group in groups),
         size=config.block_size,
@@ -151,11 +158,12 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
 
 
 def _unpacked(outline: Model, found: Resolved) -> int:
-    """Of the largest NVFP4 matrix, which many rows on a GPU have unpacked; else it is not."""
+    """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows."""
     packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
-    if found.device.type == "cpu" or not packed:
+    if found.device.type == "cpu":
         return 0
-    return found.dtype.itemsize * max(math.prod(weight.shape) for weight in packed)
+    sizes = sorted({math.prod(weight.shape) for weight in packed})
+    return found.dtype.itemsize * sum(sizes[-2:])
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
@@ -179,8 +187,9 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
 def stop_tokens(found: Resolved) -> list[int]:
     """The end-of-sequence ids of generation_config.json, else of config.json."""
     vocab_size = found.shape.vocab_size
-    files = found.config if found.weights.is_file() else found.weights
-    for file in (files / "generation_config.json", found.config / "config.json"):
+    beside = [found.weights] if found.weights.is_dir() else []
+    files = [folder / "generation_config.json" for folder in (*beside, found.config)]
+    for file in (*files, found.config / "config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = [ids] if isinstance(ids, int) else ids
         if ids is None:
@@ -213,6 +222,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     device, shape = found.device, found.shape
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
+    scales_L2 = cache_scales(found.stored or [], shape.num_layers)
     model = load_model(
         found.weights,
         Placement(mesh, found.dtype, device),
@@ -221,10 +231,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
-    storage = KVStorage(
-        plan.groups, plan.block, plan.num_blocks, device,
-        scales_L2=cache_scales(found.stored or [], shape.num_layers),
-    )  # fmt: skip
+    storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device, scales_L2=scales_L2)
     ends = stop_tokens(found)
     runner = ModelRunner(
         model,

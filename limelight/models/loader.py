@@ -63,6 +63,8 @@ class Filling:
 def find_tensors(path: Path) -> list[Stored]:
     """Every tensor of a checkpoint: a folder of safetensors files, or a .gguf, or its folder."""
     if path.is_file() or any(path.glob("*.gguf")):
+        if path.is_dir() and any(path.glob("*.safetensors")):
+            raise ValueError(f"{path}: both .gguf and .safetensors; name the .gguf, or remove one")
         return gguf.find_tensors(gguf.files_of(path))
     return safetensor_files.find_tensors(path)
 
@@ -71,12 +73,13 @@ def packed_names(stored: Iterable[Stored]) -> Callable[[str], bool]:
     """Which tensors, by the model's names, a checkpoint has as NVFP4."""
     firsts: dict[str, Stored] = {}
     for one in stored:
-        first = firsts.setdefault(_stacked(one.target)[0], one)
+        if one.dtype not in DTYPES:
+            raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}")
+        name, expert = _stacked(one.target)
+        first = firsts.setdefault(name, one)
         if (one.dtype == "NVFP4") != (first.dtype == "NVFP4"):
-            raise ValueError(
-                f"{one}: type {one.dtype}, but {first.name} is {first.dtype}; "
-                f"the experts of a layer must be of one kind"
-            )
+            alike = "experts must be of one kind" if expert is not None else "there can be but one"
+            raise ValueError(f"{one}: type {one.dtype}, but {first} is {first.dtype}; {alike}")
     return lambda name: name in firsts and firsts[name].dtype == "NVFP4"
 
 

@@ -82,11 +82,26 @@ def by_size(table: Mapping[int, V], size: int) -> V:
     return next(value for most, value in table.items() if size <= most)
 
 
+# Generations whose programs may have 227 KB of shared memory, for which tile tables are made.
+ROOMY = (9, 10)
+
+
+def stages(tensor: torch.Tensor, count: int) -> int:
+    """How many tiles a loop copies ahead: `count`, or half as many on a device with less room."""
+    roomy = not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] in ROOMY
+    return count if roomy else fewer_stages(count)
+
+
+def fewer_stages(count: int) -> int:
+    return max(1, count // 2)
+
+
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:
     """Launch keywords of programmatic dependent launch, which Hopper brought.
 
     A kernel then starts while its predecessor ends; it must wait (`gdc_wait`) in every program
-    before it reads anything but weights or writes anything.
+    before it reads anything but weights or writes anything. Where one reads something else that is
+    complete all the same, it says why.
     """
     able = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}

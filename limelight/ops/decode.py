@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, pdl, stages
 from limelight.ops.activation import gated
 from limelight.ops.fp4 import ASSEMBLY
 from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
@@ -555,7 +555,7 @@ def launch(
         tile.splits, least, parts, scale * LOG2E.value, eps,
         GROUP=group, KV_HEADS=kv_heads, ROWS=rows, TILES=pieces,
         NEW=max(16, queries), TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None,
-        WHOLE=whole, num_warps=tile.warps if rows < 64 else 8, num_stages=tile.stages,
+        WHOLE=whole, num_warps=tile.warps if rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
         enable_fp_fusion=not rounds, **common,
     )  # fmt: skip
     if whole:

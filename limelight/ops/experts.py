@@ -107,7 +107,8 @@ def _launch_moe(
     assert weights_TN.is_contiguous() and ids_TN.is_contiguous()
     if not len(y_TD):
         return torch.empty_like(y_TD)
-    few = len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    alike = isinstance(gate_up_EGD, FP4) == isinstance(down_EDF, FP4)
+    few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
     return (few_moe if few else grouped_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,

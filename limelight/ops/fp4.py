@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, op, pdl
+from limelight.ops import by_size, op, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 
 BLOCK = 16
@@ -211,24 +211,26 @@ def weights_of(word, scale, dtype: tl.constexpr):
     """
     if dtype != tl.bfloat16 or not ASSEMBLY:
         scale = tl.expand_dims(block_scale(scale) * 16384.0, -1)
-        return (codes_of(word) * scale).to(dtype)
-    # The bits of E4M3 are those of a BF16 times 2^-120.
-    pair = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s, c, z;
-        mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
-        mul.lo.u32 s, $1, 0x00100010;
-        fma.rn.bf16x2 s, s, c, z; fma.rn.bf16x2 $0, s, c, z;
-        }
-        """,
-        "=r,r",
-        [scale.to(tl.int32)],
-        tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return _scaled(word, pair)
+        values = (codes_of(word) * scale).to(dtype)
+    else:
+        # The bits of E4M3 are those of a BF16 times 2^-120.
+        pair = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 s, c, z;
+            mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
+            mul.lo.u32 s, $1, 0x00100010;
+            fma.rn.bf16x2 s, s, c, z; fma.rn.bf16x2 $0, s, c, z;
+            }
+            """,
+            "=r,r",
+            [scale.to(tl.int32)],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        values = _scaled(word, pair)
+    return values
 
 
 @triton.jit
@@ -522,7 +524,7 @@ def product(
 
 def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
     (count, columns), rows = x_TF.shape, len(weight)
-    block_m, block_n, warps, stages = by_size(BLOCKS, count)
+    block_m, block_n, warps, ahead = by_size(BLOCKS, count)
     programs = triton.cdiv(count, block_m) * triton.cdiv(rows, block_n)
     splits = min(triton.cdiv(PROGRAMS, programs), MOST_SPLITS, triton.cdiv(columns, 512))
     # Parts are of whole spans, and none is empty.
@@ -534,7 +536,8 @@ def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | 
     _product_kernel[(programs, splits)](
         x_TF, words_of(weight.codes), scale_words(weight), weight.rows, out_TN, count,
         x_TF.stride(0), N=outputs, K=columns, GATED=gated, FP32=bool(fp32), SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **pdl(x_TF),
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages(x_TF, ahead),
+        **pdl(x_TF),
     )  # fmt: skip
     if splits > 1:
         _finish(out_TN, weight, y_TN, fp32)

@@ -4,7 +4,8 @@ Pairs of a token and one of its experts are sorted by expert, in order, and each
 blocks of BLOCK_M rows, the last perhaps in part. The number of blocks that this may take is known
 from the shapes alone; those not taken are left at once. The shared expert's blocks are the tokens
 as they come. Kernels: the sort (of many pairs, count first); gate and up with SwiGLU; down; the
-weighted sum.
+weighted sum. NVFP4 weights are decoded as they are read, by a kernel that is both gate and up and
+down; for many pairs an expert they are unpacked first, and the row's scale follows the product.
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
 from limelight.ops.linear import project, swiglu_project
@@ -500,6 +501,10 @@ def _decoding(
     return out_PD, shared_TD
 
 
+def _fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
+    return tile | {"num_stages": stages(tensor, tile["num_stages"])}
+
+
 def _held(
     tile: Tile, weights: tuple[Weight, Weight | None], dtype: torch.dtype, *, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
@@ -566,7 +571,7 @@ def grouped_moe(
     (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
     each = triton.cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
-        tile, apart = by_size(FP4_TILES, each), None
+        tile, apart = _fitted(by_size(FP4_TILES, each), y_TD), None
         if isinstance(shared_gate_up_GD, torch.Tensor) or isinstance(shared_down_DF, torch.Tensor):
             # Of another kind than the rest.
             assert shared_gate_up_GD is not None and shared_down_DF is not None
@@ -580,8 +585,9 @@ def grouped_moe(
         )  # fmt: skip
         shared_TD = shared_TD if apart is None else apart
     else:
-        block_m, gate_up, down = by_size(TILES, each)
+        block_m, *tiles = by_size(TILES, each)
         blocks = _sort(ids_TN, experts, block_m)
+        gate_up, down = (_fitted(tile, y_TD) for tile in tiles)
         out_PD, shared_TD = _multiplying(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
             (gate_up, down), count, fp32,

@@ -10,8 +10,8 @@ Products accumulate in FP32 and are rounded once; h and its norm are rounded bef
 which is rounded before SwiGLU. `fp32` chooses SwiGLU rounded once (Beam), else each of silu and
 the product is (Flint). The logits of `lm_head` are not rounded.
 
-A few rows go through kernels of our own (`thin.py`): one row through a single one, norm and SwiGLU
-within. For more, torch multiplies; or `fp4.product`, which decodes NVFP4 weights on their way.
+One row and a few go through kernels of our own (`thin.py`), one row with norm and SwiGLU within.
+More rows, and more columns than registers hold, torch multiplies; NVFP4 weights `fp4.product`.
 """
 
 import torch
@@ -149,11 +149,11 @@ def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool
 
 
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
-    # With more rows torch's product is as fast.
     if len(x_TD) == 1 and x_TD.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
     if isinstance(weight_VD, FP4):
         return fp4.product(x_TD, weight_VD, dtype=torch.float32)
+    # As fast for a few rows as a kernel of our own.
     return torch.mm(x_TD, weight_VD.T, out_dtype=torch.float32)
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, pdl, stages
 from limelight.ops.decode import (
     HIDDEN,
     LOG2E,
@@ -152,5 +152,5 @@ def launch(
         end.gate_stride, scale * LOG2E.value,
         GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
         WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys,
-        **end.options, num_warps=tile.warps, num_stages=tile.stages, **pdl(q_TN),
+        **end.options, num_warps=tile.warps, num_stages=stages(q_TN, tile.stages), **pdl(q_TN),
     )  # fmt: skip

@@ -187,7 +187,7 @@ def prepared(
 
 @triton.jit
 def fp8_of(x, scale):
-    """The bytes of x / scale in E4M3: to the nearest, halves to even, and at most 448 in size.
+    """The bytes of x / scale in E4M3: to the nearest, halves to even; 448 if larger or a NaN.
 
     By arithmetic, as before Ada no GPU has an instruction for it.
     """

@@ -4,7 +4,7 @@
 
 One row, with its norm within: the weight waits in registers for the row and meets it on the FP32
 units. A few rows: it waits there in the order of the matrix units' operands. NVFP4 weights wait as
-they are stored, a block of 16 a thread, and are decoded when the row is there.
+they are stored, some columns of a row a thread, and are decoded when the rows are there.
 
 Both ask for their weights before they wait for their rows.
 """
@@ -431,8 +431,7 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
 }
 # One row and an NVFP4 weight, by the most columns.
 ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 4096: Tile(4, 4, 8), 8192: Tile(4, 4, 6)}
-# Up to so many rows, for weights of up to so many; a thread loads the scales of two blocks at once.
-FEW_FP4, MOST_ROWS_FP4 = 8, 2**16
+FEW_FP4 = 8  # rows, at most
 # By the most columns.
 FEW_ROWS_FP4 = {2048: Tile(16, 4, 5), 4096: Tile(16, 8, 2), 8192: Tile(8, 8, 2)}
 MOST_COLUMNS = 8192  # that registers hold
@@ -537,7 +536,8 @@ def few_tile(count: int, weight_DF: Weight) -> Tile | None:
         return None
     if not isinstance(weight_DF, FP4):
         return by_size(by_size(FEW_ROWS, count), columns)
-    if count > FEW_FP4 or len(weight_DF) > MOST_ROWS_FP4 or columns % (2 * BLOCK):
+    # A thread loads the scales of two blocks at once.
+    if count > FEW_FP4 or columns % (2 * BLOCK):
         return None
     return by_size(FEW_ROWS_FP4, columns)
 

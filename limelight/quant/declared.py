@@ -57,6 +57,9 @@ def read_declared(folder: Path) -> Declared:
     if found.get("format") == COMPRESSED:
         return Declared(True, _patterns(found.get("ignore"), source))
     algorithm = found.get("quant_algo")
+    if algorithm is None and found.get("quant_method", "modelopt") == "modelopt":
+        # Of the KV cache alone.
+        return Declared(False)
     if algorithm not in ALGORITHMS:
         method = found.get("format") or algorithm or found.get("quant_method")
         raise ValueError(
@@ -75,6 +78,8 @@ def _patterns(value: object, source: Path) -> tuple[str, ...]:
         raise ValueError(f"{source}: the list of what is not quantized must hold names")
     for pattern in value:
         if pattern.startswith("re:"):
+            if re.search(r"\)[*+?{]", pattern):
+                raise ValueError(f"{source}: {pattern}: a repeated group can take for ever")
             try:
                 re.compile(pattern[3:])
             except re.error as error:

@@ -13,7 +13,7 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 # A header beyond these is not one of a model; a wrong one must not keep us busy.
-LARGEST_HEADER, MOST_ENTRIES, MOST_DIMENSIONS = 64 * 2**20, 2**16, 4
+LARGEST_HEADER, MOST_ENTRIES, MOST_DIMENSIONS = 32 * 2**20, 2**16, 4
 CUT = f"its header is cut short, or longer than {LARGEST_HEADER} bytes"
 
 Value = int | float | str | list[int | float | str] | None

@@ -9,6 +9,7 @@ The scales of four-bit activations that may lie beside them are not used: activa
 are.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def files_of(folder: Path) -> list[Path]:
 
 @dataclass
 class Shard:
-    """One file, opened once and when something is first read."""
+    """One file, opened once; `shapes` has the type and shape of each of its tensors."""
 
     file: Path
     shapes: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -169,9 +170,10 @@ def _packed(stem: str, codes: Raw, scales: Raw, whole: Raw, *, divides: bool) ->
                 raise ValueError(f"{scales}: a block's scale is not a number or negative")
             tensor.copy_(piece)
         value = whole.read().item()
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{whole}: {value}; a global scale is a number above 0")
-        into.rows.fill_(1 / value if divides else value)
+        scale = (1 / value if value else math.inf) if divides else value
+        if not 0 <= scale <= torch.finfo(torch.float32).max:
+            raise ValueError(f"{whole}: {value}; that is no scale for weights")
+        into.rows.fill_(scale)
 
     file, target = codes.shard.file, f"{stem}.weight"
     return Stored(file, codes.name, target, "NVFP4", (rows, columns), copy)

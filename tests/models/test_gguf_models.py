@@ -88,6 +88,14 @@ def test_a_folder_with_a_config_and_one_file_is_a_model(source, tmp_path):
     assert [a.token_ids for a in answers(tmp_path)] == [a.token_ids for a in expected]
 
 
+def test_a_folder_of_both_forms_says_so(source, tmp_path):
+    folder, file = source
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    shutil.copy(file, tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="both .gguf and .safetensors"):
+        start(tmp_path)
+
+
 def rewritten(file, path, change):
     """The file with another set of tensors: `change` gets them by name, with their types."""
     tensors = {t.name: (np.array(t.data), t.tensor_type) for t in GGUFReader(file).tensors}

@@ -8,10 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import prompts, request, run, start, write_checkpoint
 
-from limelight.ops.fp4 import unpack
+from limelight.models.layers import Placement
+from limelight.models.loader import load_model
+from limelight.ops.fp4 import FP4, unpack
+from limelight.parallel.mesh import Mesh
+from limelight.progress import Progress
 
 MODEL = "model.safetensors"
-SIZES = {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 80}
+SIZES = {"moe_intermediate_size": 32, "hidden_size": 64, "intermediate_size": 96}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -29,7 +33,7 @@ def twins(request, tmp_path):
 
     Each tensor has a global scale of its own, up to eight times its neighbours'.
     """
-    family, shared = request.param, {"shared_expert_intermediate_size": 48}
+    family, shared = request.param, {"shared_expert_intermediate_size": 32}
     sizes = SIZES | (shared if request.param == "flint" else {})
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     write_checkpoint(plain, family, **sizes)
@@ -114,9 +118,9 @@ FAULTS = {
         r"weight_scale: F8_E4M3 [31, 4]; expected F8_E4M3 [32, 4]",
     ),
     "a scale that is no number": (break_scale, "weight_scale: a block's scale is not a number"),
-    "a global scale of zero": (
-        lambda t: t.update({f"{EXPERT}.weight_scale_2": torch.tensor(0.0)}),
-        "weight_scale_2: 0.0; a global scale",
+    "a negative global scale": (
+        lambda t: t.update({f"{EXPERT}.weight_scale_2": torch.tensor(-1.0)}),
+        "weight_scale_2: -1.0; that is no scale",
     ),
     "left over": (lambda t: t.update({f"{EXPERT}.extra": torch.ones(1)}), "up_proj.extra is not"),
 }
@@ -143,6 +147,58 @@ def test_experts_of_a_layer_are_of_one_kind(twins):
 
     rewrite(packed, spell_out)
     with pytest.raises(ValueError, match="up_proj.weight: type F32, but .* is NVFP4"):
+        start(packed)
+
+
+@pytest.mark.parametrize("divisor", [0.0, 1e-40, float("nan")])
+def test_a_divisor_that_no_fp32_can_stand_for_is_refused(twins, divisor):
+    _, packed = twins
+
+    def respell(tensors):
+        tensors[f"{EXPERT}.weight_packed"] = tensors.pop(f"{EXPERT}.weight")
+        tensors[f"{EXPERT}.weight_global_scale"] = torch.tensor(divisor)
+        del tensors[f"{EXPERT}.weight_scale_2"]
+
+    rewrite(packed, respell)
+    with pytest.raises(ValueError, match="weight_global_scale: .* no scale"):
+        start(packed)
+
+
+def test_the_shards_of_two_ranks_make_up_the_whole(twins):
+    _, packed = twins
+    cpu = torch.device("cpu")
+    whole, *ranks = (
+        load_model(
+            packed, Placement(mesh, torch.float32, cpu), progress=Progress(quiet=True)
+        ).targets
+        for mesh in (Mesh.single(), Mesh(0, 2), Mesh(1, 2))
+    )
+    packed_names = [name for name, target in whole.items() if isinstance(target.into, FP4)]
+    assert packed_names
+    for name in packed_names:
+        filled = torch.full(whole[name].shape, float("nan"))
+        for rank in ranks:
+            filled[rank[name].take] = decoded(rank[name].into)
+        assert torch.equal(filled, decoded(whole[name].into)), name
+
+
+def decoded(weight):
+    held = unpack.reference(weight.codes, weight.scales, dtype=torch.float32)
+    return held * weight.rows[..., None]
+
+
+def test_a_cache_alone_may_be_declared_quantized(twins):
+    plain, _ = twins
+    stated = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (plain / "hf_quant_config.json").write_text(json.dumps(stated))
+    assert len(answers(plain)) == 3
+
+
+def test_a_pattern_that_can_take_for_ever_is_refused(twins):
+    _, packed = twins
+    stated = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["re:(.+)+!"]}}
+    (packed / "hf_quant_config.json").write_text(json.dumps(stated))
+    with pytest.raises(ValueError, match="can take for ever"):
         start(packed)
 
 

@@ -12,9 +12,9 @@ To have your kernels compiled, define in `tests/ops/test_<op>_kernel.py`
 
 `test_compile.py` finds the function by its name. `meta` makes a tensor without memory (BF16 unless
 told otherwise), so shapes can be those of the real models; the launcher gets nothing else, so it
-must not read values or ask the device. Every launch is compiled for capability 90 and the first
-launch of each kernel for all of `CAPABILITIES`, with `PDL` set as it would be there. Launches that
-specialize alike are compiled once. `decode` says that none of the kernels may spill.
+must not read values or ask the device. Every launch is compiled for capability 90, the first and
+the last of each kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there.
+Launches that specialize alike are compiled once. `decode` says that none of the kernels may spill.
 
 By hand, from the root of the project, with registers, stack bytes and shared memory of each:
 
@@ -35,7 +35,10 @@ from pathlib import Path
 
 import torch
 
-CAPABILITIES = (80, 90, 100, 120)
+from limelight.ops import ROOMY, fewer_stages
+
+# Bytes of shared memory that a program may have there.
+CAPABILITIES = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 MAIN = 90
 
 
@@ -130,6 +133,8 @@ def build(launch: Launch, capability: int) -> dict:
     if "PDL" in options:
         options["PDL"] = capability >= 90
         options |= {"launch_pdl": True} if capability >= 90 else {}
+    if capability // 10 not in ROOMY and "num_stages" in options:
+        options["num_stages"] = fewer_stages(options["num_stages"])
     result = {
         "case": launch.case,
         "kernel": launch.kernel.__name__,
@@ -142,6 +147,8 @@ def build(launch: Launch, capability: int) -> dict:
         cause = error.__cause__ or error
         return result | {"error": f"{type(cause).__name__}: {cause}"[:2000]}
     usage = resource_usage(made.asm["cubin"])
+    if made.metadata.shared > CAPABILITIES[capability]:
+        result["error"] = f"{made.metadata.shared} bytes of shared memory"
     return result | usage | {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
 
 
@@ -161,10 +168,12 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def jobs_of(cases: list[Case]) -> list[tuple[Launch, int]]:
-    """Every launch for `MAIN`, and the first of each kernel for the other capabilities."""
+    """Every launch for `MAIN`; the first and the last of each kernel for the other capabilities."""
     launches = record(cases)
     first = {launch.kernel.__name__: launch for launch in reversed(launches)}
-    others = [(launch, c) for launch in first.values() for c in CAPABILITIES if c != MAIN]
+    last = {launch.kernel.__name__: launch for launch in launches}
+    some = {launch.key: launch for launch in (*first.values(), *last.values())}
+    others = [(launch, c) for launch in some.values() for c in CAPABILITIES if c != MAIN]
     return [(launch, MAIN) for launch in launches] + others
 
 
