@@ -6,6 +6,7 @@ engine, values are handed down one by one, never the config.
 
 import os
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 DEFAULT_MODEL = "flint-nano"
@@ -26,13 +27,22 @@ def environment(name: str) -> str | None:
     return next((os.environ[key] for key in ENVIRONMENT.get(name, ()) if key in os.environ), None)
 
 
+def without_none(hint):
+    """The annotation that stands beside None, or `hint` itself where None is not allowed."""
+    if NoneType not in get_args(hint):
+        return hint
+    (other,) = (option for option in get_args(hint) if option is not NoneType)
+    return other
+
+
 def _check_choices(config: "EngineConfig | ServerConfig"):
     """Refuse a value outside a `Literal` field's list."""
     hints = get_type_hints(type(config))
     for item in fields(config):
-        value = getattr(config, item.name)
-        if get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
-            options = ", ".join(map(str, get_args(hints[item.name])))
+        value, hint = getattr(config, item.name), without_none(hints[item.name])
+        unset = value is None and hint is not hints[item.name]
+        if get_origin(hint) is Literal and value not in get_args(hint) and not unset:
+            options = ", ".join(map(str, get_args(hint)))
             raise ValueError(f"{item.name} must be one of {options}; got {value!r}")
 
 
@@ -132,6 +142,19 @@ class ServerConfig:
     generation_config: str = setting(
         "auto", "auto: sampling defaults of the model; vllm: neutral ones"
     )
+    reasoning_parser: Literal["glm47", "beam"] | None = setting(
+        None, "format of the reasoning in answers of chat; default: all text is content"
+    )
+    tool_call_parser: Literal["glm47", "beam"] | None = setting(
+        None, "format of calls of tools; only with --enable-auto-tool-choice"
+    )
+    enable_auto_tool_choice: bool = setting(False, "let the model call the tools of a request")
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, "leave tools out of the prompt when a request says tool_choice none"
+    )
+    reasoning_content: bool = setting(
+        True, "tell reasoning under its old name reasoning_content too"
+    )
     enable_prompt_tokens_details: bool = setting(True, "report cached prompt tokens in usage")
     enable_force_include_usage: bool = setting(False, "send usage at the end of every stream")
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id")
@@ -146,3 +169,25 @@ class ServerConfig:
             raise ValueError(f"port must be at most 65535; got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
+        self._check_parsers()
+
+    def _check_parsers(self):
+        reasoning, calls = self.reasoning_parser, self.tool_call_parser
+        if self.enable_auto_tool_choice and calls is None:
+            raise ValueError(
+                "--enable-auto-tool-choice needs --tool-call-parser, which reads the calls"
+            )
+        if reasoning != calls and "beam" in (reasoning, calls):
+            raise ValueError(
+                "the beam parser reads reasoning and calls together: give both "
+                "--reasoning-parser beam and --tool-call-parser beam"
+            )
+
+    @property
+    def answer_format(self) -> str | None:
+        """The one format that answers are read by, if any."""
+        return self.reasoning_parser or (self.tool_call_parser if self.reads_calls else None)
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.enable_auto_tool_choice and self.tool_call_parser is not None

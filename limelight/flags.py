@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, fields
 from functools import partial
-from types import NoneType, UnionType
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from limelight.config import ENVIRONMENT, environment
+from limelight.config import ENVIRONMENT, environment, without_none
 
 T = TypeVar("T")
 
@@ -66,23 +65,19 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--cpu-offload-gb": (),
     "--data-parallel-size": ("-dp",),
     "--download-dir": (),
-    "--enable-auto-tool-choice": (),
     "--enable-expert-parallel": ("-ep",),
     "--enable-lora": (),
-    "--exclude-tools-when-tool-choice-none": (),
     "--kv-transfer-config": (),
     "--lora-modules": (),
     "--pipeline-parallel-size": ("-pp",),
     "--quantization": ("-q",),
     "--reasoning-config": (),
-    "--reasoning-parser": (),
     "--root-path": (),
     "--speculative-config": ("-sc",),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
     "--stream-interval": (),
     "--structured-outputs-config": (),
-    "--tool-call-parser": (),
     "--tool-strict-level": (),
 }
 UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
@@ -114,8 +109,7 @@ def _help(item: Field[object]) -> str:
 
 def _form(name: str, hint: object) -> dict[str, object]:
     """How argparse is to read a value of the annotation `hint`."""
-    if isinstance(hint, UnionType):
-        (hint,) = (option for option in get_args(hint) if option is not NoneType)
+    hint = without_none(hint)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:

@@ -156,9 +156,6 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--reasoning-parser", "glm47"],
-        ["--tool-call-parser", "glm47"],
-        ["--enable-auto-tool-choice"],
         ["--speculative-config", '{"method": "dflash"}'],
         ["--speculative_config.num_speculative_tokens", "7"],
         ["-dp", "4"],

@@ -5,10 +5,11 @@ The server and `LLM` share it; it knows nothing of HTTP, of processes or of tens
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from limelight.text.stream import TextStream
+from limelight.text.parsers import AnswerParser, CallPiece, Said
+from limelight.text.stream import StopTexts, TextStream
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import (
     INT64,
@@ -130,9 +131,16 @@ def _bad_word_ids(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one output adds to a choice; `text` may lag behind `token_ids` and `logprobs`."""
+    """What one output adds to a choice; `text` may lag behind `token_ids` and `logprobs`.
+
+    `num_tokens` were generated, `num_reasoning` of them as reasoning.
+    """
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+    num_tokens: int = 0
+    num_reasoning: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -142,15 +150,148 @@ class Delta:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class Reading:
+    """What tokens say; `num_tokens` of them count, up to the stop text that ended the answer.
+
+    `reasons` tells what each of them, then the end, adds to: reasoning, the rest, or neither yet.
+    """
+
+    num_tokens: int
+    text: str = ""
+    stop: str | None = None
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+    num_reasoning: int = 0
+    reasons: list[bool | None] = field(default_factory=list)
+
+
+class PlainReader:
+    """Reads an answer as nothing but text."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self._stream = TextStream(
+            tokenizer,
+            stop=params.stop_texts,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def read(self, token_ids: list[int], *, num_said: int, reason: FinishReason | None) -> Reading:
+        """The next tokens, of which the first `num_said` are text, and perhaps the end."""
+        part = self._stream.push(token_ids[:num_said])
+        if part.stop is not None:
+            return Reading(part.num_tokens, part.text, part.stop)
+        rest = self._stream.finish() if reason is not None else ""
+        return Reading(len(token_ids), part.text + rest)
+
+
+class ParsedReader:
+    """Reads an answer by a parser; stop texts are looked for in its content alone."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: AnswerParser):
+        self._stream = TextStream(
+            tokenizer, stop=[], include_stop=False, skip_special_tokens=False, min_tokens=0
+        )
+        self._stops = StopTexts(params.stop_texts, include_stop=params.include_stop_str_in_output)
+        self._parser = parser
+        self._min_tokens = params.min_tokens
+        self._num_tokens = self._num_reasoning = 0
+        self._last = 0
+
+    def read(self, token_ids: list[int], *, num_said: int, reason: FinishReason | None) -> Reading:
+        """The next tokens, of which the first `num_said` are text, and perhaps the end."""
+        reading = Reading(len(token_ids))
+        for index, token_id in enumerate(token_ids[:num_said]):
+            self._num_tokens += 1
+            self._last = token_id
+            self._add(reading, self._parser.feed(self._stream.push([token_id]).text, token_id))
+            if reading.stop is not None:
+                reading.num_tokens = index + 1
+                return reading
+        reading.reasons += [None] * (len(token_ids) - len(reading.reasons))
+        if reason is not None:
+            self._finish(reading, reason)
+        return reading
+
+    def _finish(self, reading: Reading, reason: FinishReason):
+        if half := self._stream.finish():
+            # The end of a character that never came belongs to the token that began it.
+            self._add(reading, self._parser.feed(half, self._last))
+        if reading.stop is None:
+            self._add(reading, self._parser.finish(reason))
+        if reading.stop is None:
+            reading.text += self._stops.finish()
+
+    def _add(self, reading: Reading, said: Said):
+        reading.reasoning += said.reasoning
+        num_reasoning = min(said.num_reasoning, self._num_tokens - self._num_reasoning)
+        self._num_reasoning += num_reasoning
+        reading.num_reasoning += num_reasoning
+        reasons = bool(said.reasoning or said.num_reasoning)
+        reading.reasons.append(reasons if reasons or said.content or said.calls else None)
+        counts = self._num_tokens > self._min_tokens
+        text, reading.stop = self._stops.push(said.content, counts=counts)
+        reading.text += text
+        # What follows a stop text is no part of the answer.
+        reading.calls += said.calls if reading.stop is None else []
+
+
+class Veil:
+    """Leaves out the tokens of reasoning. A token belongs to what is said first from it on."""
+
+    def __init__(self):
+        self._undecided: list[tuple[int, TokenLogprobs | None]] = []
+        self._reasons = False
+
+    def take(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        reasons: list[bool | None],
+        *,
+        ended: bool,
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Those of the tokens so far that are now known not to be reasoning."""
+        reports: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
+        pairs = list(zip(token_ids, reports, strict=True))
+        shown: list[tuple[int, TokenLogprobs | None]] = []
+        for index, reason in enumerate(reasons):
+            self._undecided += pairs[index : index + 1]
+            if reason is not None:
+                shown += self._decide(reason)
+        if ended:
+            shown += self._decide(self._reasons)
+        told = [report for _, report in shown if report is not None]
+        return [token_id for token_id, _ in shown], None if logprobs is None else told
+
+    def _decide(self, reasons: bool) -> list[tuple[int, TokenLogprobs | None]]:
+        decided, self._undecided, self._reasons = self._undecided, [], reasons
+        return [] if reasons else decided
+
+
 class Choice:
     """One answer as it grows; its fields are the sum of the deltas that `take` gave.
 
-    Without a tokenizer `text` stays empty. `num_cached` is in prompt tokens.
+    Without a tokenizer `text` stays empty. With a parser `text` is the content alone, beside
+    `reasoning` and `calls`; without `tell_reasoning` that, its tokens and their log-probabilities
+    are left out. `num_cached` is in prompt tokens.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        parser: AnswerParser | None = None,
+        *,
+        tell_reasoning: bool = True,
+    ):
         self.request = request
         self.token_ids: list[int] = []
+        self.calls: list[CallPiece] = []
+        self.num_tokens = 0
+        self.num_reasoning = 0
         self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
@@ -158,23 +299,27 @@ class Choice:
         self.num_cached = 0
         self.error: str | None = None
         self._texts: list[str] = []
-        params = request.params
-        self._include_stop = params.include_stop_str_in_output
-        self._stream: TextStream | None = None
-        if tokenizer is not None:
-            self._stream = TextStream(
-                tokenizer,
-                stop=params.stop_texts,
-                include_stop=self._include_stop,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
+        self._reasoning: list[str] = []
+        self._include_stop = request.params.include_stop_str_in_output
+        self._veil = None if parser is None or tell_reasoning else Veil()
+        self._reader: PlainReader | ParsedReader | None = None
+        if parser is not None:
+            assert tokenizer is not None, "a parser reads text"
+            self._reader = ParsedReader(tokenizer, request.params, parser)
+        elif tokenizer is not None:
+            self._reader = PlainReader(tokenizer, request.params)
 
     @property
     def text(self) -> str:
         """All text so far."""
         self._texts = ["".join(self._texts)]
         return self._texts[0]
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        self._reasoning = ["".join(self._reasoning)]
+        return self._reasoning[0]
 
     def take(self, output: Output) -> Delta:
         """Add what the engine made; once the choice has ended, nothing adds to it any more.
@@ -184,36 +329,46 @@ class Choice:
         assert output.request_id == self.request.id, f"{output.request_id} is another request"
         if self.finish_reason is not None:
             return Delta()
-        text, num_tokens, stop = self._read(output)
+        reading = self._read(output)
+        stopped = reading.stop is not None
+        token_ids = output.token_ids[: reading.num_tokens]
+        logprobs = None if output.logprobs is None else output.logprobs[: reading.num_tokens]
+        if self._veil is not None:
+            ended = stopped or output.finish_reason is not None
+            token_ids, logprobs = self._veil.take(token_ids, logprobs, reading.reasons, ended=ended)
         delta = Delta(
-            text=text,
-            token_ids=output.token_ids[:num_tokens],
-            logprobs=None if output.logprobs is None else output.logprobs[:num_tokens],
+            text=reading.text,
+            reasoning=reading.reasoning if self._veil is None else "",
+            calls=reading.calls,
+            num_tokens=reading.num_tokens,
+            num_reasoning=reading.num_reasoning,
+            token_ids=token_ids,
+            logprobs=logprobs,
             prompt_logprobs=output.prompt_logprobs,
-            finish_reason=output.finish_reason if stop is None else "stop",
-            stop_reason=output.stop_reason if stop is None else stop,
+            finish_reason="stop" if stopped else output.finish_reason,
+            stop_reason=reading.stop if stopped else output.stop_reason,
             num_cached=output.num_cached,
             error=output.error,
         )
         self._add(delta)
         return delta
 
-    def _read(self, output: Output) -> tuple[str, int, str | None]:
-        """The new text, how many of the output's tokens count, and the stop text that ended it."""
-        token_ids = output.token_ids
-        if self._stream is None:
-            return "", len(token_ids), None
+    def _read(self, output: Output) -> Reading:
+        token_ids, reason = output.token_ids, output.finish_reason
+        if self._reader is None:
+            return Reading(len(token_ids))
         # The token that ended the answer is no part of its text, as little as a stop text.
-        ended_by_token = output.finish_reason == "stop" and not self._include_stop
-        part = self._stream.push(token_ids[:-1] if ended_by_token else token_ids)
-        if part.stop is not None:
-            return part.text, part.num_tokens, part.stop
-        rest = self._stream.finish() if output.finish_reason is not None else ""
-        return part.text + rest, len(token_ids), None
+        ended_by_token = reason == "stop" and not self._include_stop
+        num_said = max(0, len(token_ids) - ended_by_token)
+        return self._reader.read(token_ids, num_said=num_said, reason=reason)
 
     def _add(self, delta: Delta):
         self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self.calls += delta.calls
         self.token_ids += delta.token_ids
+        self.num_tokens += delta.num_tokens
+        self.num_reasoning += delta.num_reasoning
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs

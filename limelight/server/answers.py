@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 import msgspec
 
@@ -14,6 +15,7 @@ from limelight.server.logprobs import (
 )
 from limelight.server.openai import Question
 from limelight.server.prompts import Prompt
+from limelight.text.parsers import CallPiece
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import TokenLogprobs
 
@@ -31,6 +33,8 @@ class Piece:
     """What a choice says: one delta of it, or all that it has said."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, list[object]] | None = None
     prompt_logprobs: list[dict[str, object] | None] | None = None
@@ -42,6 +46,8 @@ def together(pieces: list[Piece]) -> Piece:
     """All that a choice has said, from its pieces in order."""
     whole = Piece(
         text="".join(piece.text for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=[call for piece in pieces for call in piece.calls],
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         prompt_logprobs=next(filter(None, (piece.prompt_logprobs for piece in pieces)), None),
         finish_reason=pieces[-1].finish_reason,
@@ -63,8 +69,37 @@ def joined(
     return first
 
 
+def told_call(piece: CallPiece) -> dict[str, object]:
+    """A piece of a call as a stream tells it; the first one has its id, its type and its name."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {
+        "index": piece.index,
+        "id": f"chatcmpl-tool-{uuid4().hex}",
+        "type": "function",
+        "function": {"name": piece.name, "arguments": piece.arguments},
+    }
+
+
+def whole_calls(pieces: list[CallPiece]) -> list[dict[str, object]]:
+    """The calls that the pieces add up to, as a whole answer tells them."""
+    arguments: dict[int, str] = {}
+    for piece in pieces:
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    calls = []
+    for piece in pieces:
+        if piece.name is not None:
+            call = told_call(CallPiece(piece.index, piece.name, arguments[piece.index]))
+            del call["index"]
+            calls.append(call)
+    return calls
+
+
 class Answer:
-    """The answer to one question as it grows; sequences are numbered prompt * n + choice."""
+    """The answer to one question as it grows; sequences are numbered prompt * n + choice.
+
+    Reasoning is told under each of `reasoning_names`; with none it is not told apart.
+    """
 
     def __init__(
         self,
@@ -73,11 +108,13 @@ class Answer:
         tokenizer: Tokenizer | None,
         *,
         tell_cached: bool,
+        reasoning_names: tuple[str, ...],
     ):
         self.question = question
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.tell_cached = tell_cached
+        self.reasoning_names = reasoning_names
         params = question.params
         self.names = TokenNames(
             tokenizer,
@@ -90,7 +127,9 @@ class Answer:
             CompletionLogprobs(self.names, question.logprobs or 0) for _ in range(count)
         ]
         self.begun = [False] * count
+        self.called = [False] * count
         self.num_generated = [0] * count
+        self.num_reasoning = [0] * count
         self.num_cached = [0] * count
 
     def piece(self, index: int, delta: Delta) -> Piece:
@@ -107,8 +146,13 @@ class Answer:
                 delta.prompt_logprobs, self.names, question.shared.prompt_logprobs
             )
         piece.text += delta.text
+        piece.reasoning, piece.calls = delta.reasoning, delta.calls
+        self.called[index] |= bool(delta.calls)
+        if self.called[index] and delta.finish_reason == "stop":
+            piece.finish_reason = "tool_calls"
         piece.token_ids = delta.token_ids
-        self.num_generated[index] += len(delta.token_ids)
+        self.num_generated[index] += delta.num_tokens
+        self.num_reasoning[index] += delta.num_reasoning
         if question.logprobs is not None and delta.logprobs:
             piece.logprobs = joined(piece.logprobs, self._logprobs(index, delta.logprobs))
         return piece
@@ -143,7 +187,8 @@ class Answer:
         piece = self.piece(index, delta)
         if first and self.question.kind == "chat":
             yield self._chunk(index, self._chat_delta(index, {"role": "assistant", "content": ""}))
-        says = piece.text or piece.finish_reason or piece.logprobs
+        text = piece.text or piece.reasoning or piece.calls
+        says = text or piece.finish_reason or piece.logprobs
         if says or (self.question.shared.return_token_ids and piece.token_ids):
             yield self._chunk(index, self._told_delta(index, piece, first))
 
@@ -152,7 +197,7 @@ class Answer:
 
     def _told_delta(self, index: int, piece: Piece, first: bool) -> dict[str, object]:
         if self.question.kind == "chat":
-            choice = self._chat_delta(index, {"content": piece.text} if piece.text else {})
+            choice = self._chat_delta(index, self._news(piece))
         else:
             choice = {"index": index, "text": piece.text}
             if first and self.question.shared.return_token_ids:
@@ -165,6 +210,16 @@ class Answer:
             choice["token_ids"] = piece.token_ids
         return choice
 
+    def _news(self, piece: Piece) -> dict[str, object]:
+        news: dict[str, object] = {}
+        if piece.reasoning:
+            news.update(dict.fromkeys(self.reasoning_names, piece.reasoning))
+        if piece.text:
+            news["content"] = piece.text
+        if piece.calls:
+            news["tool_calls"] = list(map(told_call, piece.calls))
+        return news
+
     def _chunk(self, index: int, choice: dict[str, object]) -> bytes:
         content = self._envelope(chunk=True)
         content["choices"] = [choice]
@@ -174,7 +229,7 @@ class Answer:
         if self.question.continuous_usage:
             content["usage"] = self._usage(
                 len(self._prompt(index).token_ids), self.num_generated[index],
-                self.num_cached[index],
+                self.num_cached[index], self.num_reasoning[index],
             )  # fmt: skip
         return event(content)
 
@@ -204,8 +259,7 @@ class Answer:
     def _choice(self, index: int, piece: Piece) -> dict[str, object]:
         choice: dict[str, object] = {"index": index}
         if self.question.kind == "chat":
-            absent = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
-            choice["message"] = {"role": "assistant", "content": piece.text, **absent}
+            choice["message"] = self._message(piece)
         else:
             choice["text"] = piece.text
             choice["prompt_logprobs"] = piece.prompt_logprobs
@@ -217,6 +271,18 @@ class Answer:
         if self.question.shared.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice
+
+    def _message(self, piece: Piece) -> dict[str, object]:
+        says_else = piece.reasoning or piece.calls
+        message: dict[str, object] = {
+            "role": "assistant",
+            "content": None if says_else and not piece.text else piece.text,
+            **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
+            **dict.fromkeys(self.reasoning_names, piece.reasoning or None),
+        }
+        if piece.calls:
+            message["tool_calls"] = whole_calls(piece.calls)
+        return message
 
     def _envelope(self, *, chunk: bool) -> dict[str, object]:
         kind = "text_completion"
@@ -233,9 +299,12 @@ class Answer:
         """The tokens of the whole answer; each prompt counts once, whatever n is."""
         n = self.question.params.n
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return self._usage(num_prompt, sum(self.num_generated), sum(self.num_cached[::n]))
+        num_cached, num_reasoning = sum(self.num_cached[::n]), sum(self.num_reasoning)
+        return self._usage(num_prompt, sum(self.num_generated), num_cached, num_reasoning)
 
-    def _usage(self, num_prompt: int, num_generated: int, num_cached: int) -> dict[str, object]:
+    def _usage(
+        self, num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int
+    ) -> dict[str, object]:
         usage: dict[str, object] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
@@ -243,4 +312,6 @@ class Answer:
         }
         if self.tell_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if self.reasoning_names:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage

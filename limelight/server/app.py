@@ -23,6 +23,7 @@ from limelight.server.http import read_body, until_gone
 from limelight.server.lifecycle import Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
+from limelight.server.parsing import MakeParser
 from limelight.server.prompts import Prompts
 from limelight.server.service import Service
 from limelight.server.startup import address, example, listen, load_texts
@@ -38,16 +39,18 @@ def create_app(
     *,
     model: str,
     defaults: dict[str, float | int] | None = None,
+    make_parser: MakeParser | None = None,
 ) -> Starlette:
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
-    `model` is the name where the config gives none; `defaults` are the model's own SamplingParams.
+    `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
+    `make_parser` makes what the config's parsers are.
     """
     if not all(config.api_key or ()):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
     reader = Reader(names, config, defaults or {})
-    service = Service(client, Prompts(tokenizer, template), reader, config)
+    service = Service(client, Prompts(tokenizer, template), reader, config, make_parser)
     routes = _routes(service)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
@@ -166,7 +169,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             client = EngineClient(engine_config)
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
-                model=model, defaults=texts.defaults,
+                model=model, defaults=texts.defaults, make_parser=texts.make_parser,
             )  # fmt: skip
             life = Life(
                 client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout

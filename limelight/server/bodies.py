@@ -45,7 +45,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-NOT_YET_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "include_reasoning": (True,)}
+NOT_YET_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -95,6 +95,7 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from limelight.engine.client import EngineClient
 from limelight.engine.front import Choice, Delta
 from limelight.metrics import Metrics, SequenceTimes
 from limelight.server.http import Refused, without_private
+from limelight.text.parsers import AnswerParser
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import Output, Request
 
@@ -74,18 +75,25 @@ class Place:
 
 
 class Generation:
-    """All sequences of one HTTP request; their news come in one stream, as they happen."""
+    """All sequences of one HTTP request; their news come in one stream, as they happen.
+
+    `parsers` has one for each, or nothing where answers are text alone.
+    """
 
     def __init__(
         self,
         requests: list[Request],
+        parsers: list[AnswerParser],
         *,
         client: EngineClient,
         tokenizer: Tokenizer | None,
         place: Place,
         metrics: Metrics,
+        tell_reasoning: bool,
     ):
         self.requests = requests
+        self.parsers = parsers
+        self.tell_reasoning = tell_reasoning
         self.client = client
         self.tokenizer = tokenizer
         self.place = place
@@ -139,7 +147,8 @@ class Generation:
     ) -> str:
         """Pass the news of one sequence on until its end; the reason of the end."""
         request = self.requests[index]
-        choice = Choice(request, self.tokenizer)
+        parser = self.parsers[index] if self.parsers else None
+        choice = Choice(request, self.tokenizer, parser, tell_reasoning=self.tell_reasoning)
         waits = True
         reason = None
         async for output in outputs:
@@ -148,7 +157,7 @@ class Generation:
                 self.place.release(1, len(request.prompt_token_ids))
             delta = choice.take(output)
             times.output(
-                len(delta.token_ids), queued=output.queued_seconds, num_cached=output.num_cached
+                delta.num_tokens, queued=output.queued_seconds, num_cached=output.num_cached
             )
             if delta.finish_reason == "error":
                 raise _failed(request, delta)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from limelight.config import ServerConfig
 from limelight.server.bodies import decode
 from limelight.text.messages import plain_messages
 from limelight.text.template import RESERVED
@@ -29,7 +30,10 @@ class ConversationFields(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a chat template is rendered with."""
+    """What a chat template is rendered with: `tools` are shown to the model.
+
+    `callable` are those that its answer may call, if calls are read; several, if `parallel`.
+    """
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None
@@ -37,9 +41,11 @@ class Conversation:
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: dict[str, object]
+    callable: list[dict[str, object]] | None = None
+    parallel: bool = True
 
 
-def read_conversation(body: bytes, default_kwargs: dict[str, object]) -> Conversation:
+def read_conversation(body: bytes, config: ServerConfig) -> Conversation:
     """The conversation of a chat body; `RequestError` names the field that is wrong."""
     fields = decode(body, ConversationFields)
     if not fields.messages:
@@ -51,18 +57,22 @@ def read_conversation(body: bytes, default_kwargs: dict[str, object]) -> Convers
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    _check_tools(fields)
+    _check_tools(fields, config)
+    tools = fields.tools or None
+    forbidden = fields.tool_choice == "none"
     return Conversation(
         messages=plain_messages(fields.messages),
-        tools=fields.tools or None,
+        tools=None if forbidden and config.exclude_tools_when_tool_choice_none else tools,
         documents=fields.documents,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
         continue_final_message=goes_on,
-        template_kwargs=_template_kwargs(fields, default_kwargs),
+        template_kwargs=_template_kwargs(fields, config.default_chat_template_kwargs or {}),
+        callable=tools if config.reads_calls and not forbidden else None,
+        parallel=fields.parallel_tool_calls is not False,
     )
 
 
-def _check_tools(fields: ConversationFields):
+def _check_tools(fields: ConversationFields, config: ServerConfig):
     for index, tool in enumerate(fields.tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
@@ -73,7 +83,13 @@ def _check_tools(fields: ConversationFields):
         raise RequestError(
             "tool_choice other than none and auto is not supported yet", param="tool_choice"
         )
-    if fields.tools and fields.parallel_tool_calls is False:
+    if fields.tools and fields.tool_choice == "auto" and not config.reads_calls:
+        raise RequestError(
+            "tool_choice auto needs a server with --enable-auto-tool-choice and --tool-call-parser",
+            param="tool_choice",
+        )
+    keeps_to_one = config.reads_calls and config.tool_call_parser == "glm47"
+    if fields.tools and fields.parallel_tool_calls is False and not keeps_to_one:
         raise RequestError(
             "parallel_tool_calls: false is not supported yet", param="parallel_tool_calls"
         )

@@ -54,6 +54,7 @@ class Question:
     logprobs: int | None
     include_usage: bool
     echo: bool = False
+    include_reasoning: bool = True
     field_names: dict[str | None, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -96,6 +97,11 @@ class Reader:
         if own.top_logprobs is not None and not own.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         self._check_logprobs("top_logprobs", own.top_logprobs)
+        if own.include_reasoning is False and self.config.reasoning_parser is None:
+            raise RequestError(
+                "include_reasoning: false needs a server with --reasoning-parser",
+                param="include_reasoning",
+            )
         logprobs = (own.top_logprobs or 0) if own.logprobs else None
         name = "max_tokens" if own.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = shared.max_tokens
@@ -107,10 +113,11 @@ class Reader:
             id="chatcmpl-" + (clean_request_id(shared.request_id) or request_id),
             model=self.names[0],
             shared=shared,
-            source=read_conversation(body, self.config.default_chat_template_kwargs or {}),
+            source=read_conversation(body, self.config),
             params=self._params(shared, max_tokens, logprobs, shared.prompt_logprobs),
             logprobs=logprobs,
             include_usage=self._include_usage(shared),
+            include_reasoning=own.include_reasoning is not False,
             field_names={"prompt": "messages", "max_tokens": name},
         )
 

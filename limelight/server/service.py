@@ -22,7 +22,9 @@ from limelight.server.http import refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
 from limelight.server.messages import Conversation, read_conversation
 from limelight.server.openai import Question, Reader
+from limelight.server.parsing import MakeParser
 from limelight.server.prompts import Prompt, Prompts
+from limelight.text.parsers import AnswerParser
 from limelight.types import ModelInfo, Request, RequestError
 
 logger = logging.getLogger(__name__)
@@ -46,12 +48,20 @@ class Service:
     """One model behind the routes."""
 
     def __init__(
-        self, client: EngineClient, prompts: Prompts, reader: Reader, config: ServerConfig
+        self,
+        client: EngineClient,
+        prompts: Prompts,
+        reader: Reader,
+        config: ServerConfig,
+        make_parser: MakeParser | None,
     ):
+        needed = config.answer_format is not None
+        assert needed == (make_parser is not None), "the flags ask for another parser"
         self.client = client
         self.prompts = prompts
         self.reader = reader
         self.config = config
+        self.make_parser = make_parser
         self.quick_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quick")
         self.slow_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="slow")
         self.metrics = Metrics(reader.names[0], stats=lambda: client.stats, info=self._info)
@@ -77,10 +87,9 @@ class Service:
         fields = decode(body, TokenizeFields)
         self.reader.check_model(fields.model)
         source: Conversation | list[str | list[int]]
+        source = [fields.prompt or ""]
         if fields.prompt is None:
-            source = read_conversation(body, self.config.default_chat_template_kwargs or {})
-        else:
-            source = [fields.prompt]
+            source = read_conversation(body, self.config)
         special = fields.add_special_tokens
         [prompt] = await self._in_thread(
             len(body),
@@ -108,23 +117,33 @@ class Service:
 
     async def _answer(self, question: Question, size: int, send: Send):
         with Place(self.queue, question.num_sequences) as place:
-            prompts, requests = await self._in_thread(size, self._prepare, question)
+            prompts, requests, parsers = await self._in_thread(size, self._prepare, question)
             place.hold(sum(len(request.prompt_token_ids) for request in requests))
             self.metrics.choices.observe(question.params.n)
             answer = Answer(
                 question, prompts, self.prompts.tokenizer,
                 tell_cached=self.config.enable_prompt_tokens_details,
+                reasoning_names=self._reasoning_names(question),
             )  # fmt: skip
             generation = Generation(
-                requests, client=self.client, tokenizer=self.prompts.tokenizer, place=place,
-                metrics=self.metrics,
+                requests, parsers, client=self.client, tokenizer=self.prompts.tokenizer,
+                place=place, metrics=self.metrics, tell_reasoning=question.include_reasoning,
             )  # fmt: skip
             with self.lifecycle.running(generation):
                 async with aclosing(generation.deltas()) as deltas:
                     tell = _send_stream if question.shared.stream else _send_whole
                     await tell(answer, deltas, send)
 
-    def _prepare(self, question: Question) -> tuple[list[Prompt], list[Request]]:
+    def _reasoning_names(self, question: Question) -> tuple[str, ...]:
+        """Under which names the answer tells its reasoning; none where it is not told apart."""
+        if question.kind != "chat" or self.config.reasoning_parser is None:
+            return ()
+        both = self.config.reasoning_content
+        return ("reasoning", "reasoning_content") if both else ("reasoning",)
+
+    def _prepare(
+        self, question: Question
+    ) -> tuple[list[Prompt], list[Request], list[AnswerParser]]:
         # Two clients may choose the same X-Request-Id; the engine must still tell them apart.
         unique = f"{question.id}-{uuid.uuid4().hex[:8]}"
         try:
@@ -143,7 +162,10 @@ class Service:
         except RequestError as error:
             param = question.field_names.get(error.param, error.param)
             raise RequestError(str(error), param=param, code=error.code) from error
-        return prompts, requests
+        source, make = question.source, self.make_parser
+        if make is None or not isinstance(source, Conversation):
+            return prompts, requests, []
+        return prompts, requests, [make(prompts[0], source) for _ in requests]
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig, ServerConfig
+from limelight.server.parsing import MakeParser, find_parser
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import SamplingParams
@@ -22,11 +23,15 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What stands between texts and token ids, and the model's own sampling defaults."""
+    """What stands between texts and token ids, and the model's own sampling defaults.
+
+    `make_parser` is None where answers are text alone.
+    """
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     defaults: dict[str, float | int]
+    make_parser: MakeParser | None = None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -59,7 +64,7 @@ def address(sock: socket.socket) -> str:
 
 
 def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
-    """Read tokenizer, template and defaults; `ValueError` names what is broken."""
+    """Read tokenizer, templates and defaults; `ValueError` names what is broken."""
     if server.host not in ("127.0.0.1", "::1", "localhost") and not server.api_key:
         logger.warning("%s is open to the network, and no --api-key is set", server.host)
     source = engine.text_source
@@ -72,7 +77,8 @@ def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
         logger.warning("the model has no tokenizer.json: prompts and answers are token ids")
     override = Path(server.chat_template) if server.chat_template else None
     template = ChatTemplate.load(folder, override=override)
-    return Texts(tokenizer, template, sampling_defaults(engine, server.generation_config))
+    defaults = sampling_defaults(engine, server.generation_config)
+    return Texts(tokenizer, template, defaults, find_parser(server, folder, tokenizer, template))
 
 
 def sampling_defaults(engine: EngineConfig, choice: str) -> dict[str, float | int]:

@@ -49,12 +49,63 @@ class StopSearch:
         return matched + (self.stop[matched] == character)
 
 
+class StopTexts:
+    """Searches a text for stop texts as it comes, and holds back what may become one.
+
+    Of several, the one that starts first counts, then the longest.
+    """
+
+    def __init__(self, stop: list[str], *, include_stop: bool):
+        assert all(stop), "a stop text is empty"
+        self._include_stop = include_stop
+        self._searches = [StopSearch(text) for text in stop]
+        self._first_characters = {text[0] for text in stop}
+        self._held = ""  # the end of the text, which may become a stop text
+
+    def __bool__(self) -> bool:
+        return bool(self._searches)
+
+    def push(self, piece: str, *, counts: bool = True) -> tuple[str, str | None]:
+        """The text that is certain after `piece`, and the stop text that ended it.
+
+        A piece that does not count completes none. After a stop text there is to be no more.
+        """
+        if not self._held and self._first_characters.isdisjoint(piece):
+            return piece, None
+        text = self._held + piece
+        found = self._search(piece, len(self._held), counts)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return text[: start + len(stop)] if self._include_stop else text[:start], stop
+        keep = len(text) - max(search.held for search in self._searches)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def finish(self) -> str:
+        """What was held back, where no stop text ended the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _search(self, piece: str, offset: int, counts: bool) -> tuple[int, str] | None:
+        """The (start, stop text) that `piece`, the text from `offset` on, completes, if any."""
+        best = None
+        for search in self._searches:
+            for end, character in enumerate(piece, offset + 1):
+                if search.step(character) and counts:
+                    start = end - len(search.stop)
+                    if best is None or (start, -len(search.stop)) < (best[0], -len(best[1])):
+                        best = start, search.stop
+                    break
+        return best
+
+
 class TextStream:
     """The text of one answer while it is made; what `push` and `finish` give, joined, is all of it.
 
     Without a stop text that is `Tokenizer.decode` of all the tokens, however they are pushed. The
-    text ends with the first token that completes a stop text; of several, the one that starts
-    first counts, then the longest. The first `min_tokens` tokens complete none.
+    text ends with the first token that completes a stop text. The first `min_tokens` tokens
+    complete none.
     """
 
     def __init__(
@@ -66,42 +117,30 @@ class TextStream:
         skip_special_tokens: bool,
         min_tokens: int,
     ):
-        assert all(stop), "a stop text is empty"
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._searches = [StopSearch(text) for text in stop]
-        self._first_characters = {text[0] for text in stop}
+        self._stops = StopTexts(stop, include_stop=include_stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_blank = tokenizer.drops_first_blank
         self._num_tokens = 0
-        self._held = ""  # the end of the text, which may become a stop text
         self._ended = False
 
     def push(self, token_ids: list[int]) -> TextDelta:
         """Take the next tokens. After a stop text nothing counts any more."""
         if self._ended:
             return TextDelta("", 0, None)
-        if not self._searches:
+        if not self._stops:
             return TextDelta(self._decode(token_ids), len(token_ids), None)
         sent: list[str] = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
-            piece = self._decode([token_id])
-            if not self._held and self._first_characters.isdisjoint(piece):
-                sent.append(piece)
-                continue
-            text = self._held + piece
-            found = self._search(piece, len(self._held))
-            if found is not None:
-                start, stop = found
-                sent.append(text[: start + len(stop)] if self._include_stop else text[:start])
-                self._held, self._ended = "", True
+            counts = self._num_tokens > self._min_tokens
+            text, stop = self._stops.push(self._decode([token_id]), counts=counts)
+            sent.append(text)
+            if stop is not None:
+                self._ended = True
                 return TextDelta("".join(sent), index + 1, stop)
-            keep = len(text) - max([search.held for search in self._searches])
-            sent.append(text[:keep])
-            self._held = text[keep:]
         return TextDelta("".join(sent), len(token_ids), None)
 
     def finish(self) -> str:
@@ -109,7 +148,7 @@ class TextStream:
         if self._ended:
             return ""
         self._ended = True
-        return self._held + self._decode([], final=True)
+        return self._stops.finish() + self._decode([], final=True)
 
     def _decode(self, token_ids: list[int], *, final: bool = False) -> str:
         bytes_of, skipped = self._tokenizer.token_bytes, self._skipped
@@ -119,15 +158,3 @@ class TextStream:
             self._drop_blank = False
             text = text.removeprefix(" ")
         return text
-
-    def _search(self, piece: str, offset: int) -> tuple[int, str] | None:
-        """The (start, stop text) that `piece`, the text from `offset` on, completes, if any."""
-        best = None
-        for search in self._searches:
-            for end, character in enumerate(piece, offset + 1):
-                if search.step(character) and self._num_tokens > self._min_tokens:
-                    start = end - len(search.stop)
-                    if best is None or (start, -len(search.stop)) < (best[0], -len(best[1])):
-                        best = start, search.stop
-                    break
-        return best

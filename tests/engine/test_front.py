@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from limelight.engine.front import Choice, make_requests
+from limelight.text.parsers import CallPiece, Said
 from limelight.text.tokenizer import BYTE_OF, Tokenizer
 from limelight.types import ModelInfo, Output, Request, RequestError, SamplingParams, TokenLogprobs
 
@@ -300,6 +301,93 @@ def test_a_choice_does_not_depend_on_how_its_tokens_come(tokenizer, seed):
     assert "".join(texts) == pieces.text == whole.text
     assert (pieces.token_ids, pieces.logprobs) == (whole.token_ids, whole.logprobs)
     assert (pieces.finish_reason, pieces.stop_reason) == (whole.finish_reason, whole.stop_reason)
+
+
+class Marks:
+    """Reads `(thoughts)`, `[calls]` and else content; holds a closing mark back by one token."""
+
+    def __init__(self):
+        self.where, self.held, self.opens = "content", "", {"(": "reasoning", "[": "calls"}
+
+    def feed(self, text, token_id):
+        pieces, self.held = self.held + text, ""
+        if pieces.endswith(")"):
+            pieces, self.held = pieces[:-1], ")"
+        said = {"reasoning": "", "content": "", "calls": ""}
+        for character in pieces:
+            if self.where == "content" and character in self.opens:
+                self.where = self.opens[character]
+            elif self.where != "content" and character in ")]":
+                self.where = "content"
+            else:
+                said[self.where] += character
+        calls = [CallPiece(0, name, "{}") for name in said["calls"]]
+        return Said(said["reasoning"], said["content"], calls, int(bool(said["reasoning"])))
+
+    def finish(self, reason):
+        return Said(content=self.held if self.where == "content" else "")
+
+
+def parsed(tokenizer, *, tell_reasoning=True, **fields):
+    request = opened(tokenizer, **fields).request
+    return Choice(request, tokenizer, Marks(), tell_reasoning=tell_reasoning)
+
+
+def fed(choice, ids, size, *, finish="length"):
+    rest = ids
+    while choice.finish_reason is None:
+        group, rest = rest[:size], rest[size:]
+        choice.take(out(ids=group, reports=True, finish_reason=None if rest else finish))
+    return choice
+
+
+def fields_of(choice):
+    names = ("text", "reasoning", "calls", "num_tokens", "num_reasoning", "token_ids", "logprobs")
+    return [getattr(choice, name) for name in (*names, "finish_reason", "stop_reason")]
+
+
+def test_a_parser_takes_an_answer_apart(tokenizer):
+    choice = parsed(tokenizer, logprobs=0)
+    first = choice.take(out("(wé", reports=True))
+    assert (first.reasoning, first.text, first.num_reasoning) == ("wé", "", 2)
+    last = choice.take(out("y)no[f]w", reports=True, finish_reason="length"))
+    assert (last.reasoning, last.text, last.calls) == ("y", "now", [CallPiece(0, "f", "{}")])
+    assert (choice.reasoning, choice.text, choice.num_reasoning) == ("wéy", "now", 3)
+    assert len(choice.token_ids) == len(choice.logprobs) == choice.num_tokens == 12
+
+
+@pytest.mark.parametrize("tell", [True, False])
+@pytest.mark.parametrize("text", ["(ab END)c E[f]x END y", "(a)b)", "(never closed", "[f]", "(é)"])
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_an_answer_that_is_parsed_does_not_depend_on_how_its_tokens_come(
+    tokenizer, tell, text, finish
+):
+    ids = [*ids_of(text), EOS] if finish == "stop" else ids_of(text)
+    fields = {"stop": ["END"], "tell_reasoning": tell, "logprobs": 0}
+    whole = fields_of(fed(parsed(tokenizer, **fields), ids, 99, finish=finish))
+    for size in (1, 2, 3, 7):
+        assert fields_of(fed(parsed(tokenizer, **fields), ids, size, finish=finish)) == whole
+
+
+def test_a_stop_text_inside_reasoning_or_before_min_tokens_stops_nothing(tokenizer):
+    choice = fed(parsed(tokenizer, stop=["x"], min_tokens=5), ids_of("(x)xyxz"), 9)
+    assert (choice.reasoning, choice.text, choice.stop_reason) == ("x", "xy", "x")
+    assert (choice.num_tokens, choice.finish_reason) == (6, "stop")
+    choice = fed(parsed(tokenizer, stop=["b)"]), ids_of("ab)"), 1)
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("a", "stop", "b)")
+
+
+def test_half_a_character_at_the_end_of_reasoning_counts_once(tokenizer):
+    choice = fed(parsed(tokenizer), ids_of("(a\N{GRINNING FACE}")[:-1], 2)
+    assert (choice.reasoning, choice.num_reasoning) == ("a\ufffd", 2)
+
+
+def test_hidden_reasoning_takes_its_tokens_along_but_not_those_of_calls(tokenizer):
+    choice = parsed(tokenizer, tell_reasoning=False, logprobs=0)
+    fed(choice, [*ids_of("a(why)[f]"), EOS], 1, finish="stop")
+    assert (choice.reasoning, choice.num_tokens, choice.num_reasoning) == ("", 10, 3)
+    assert choice.token_ids == [*ids_of("a)[f]"), EOS]
+    assert [entry.token_id for entry in choice.logprobs] == choice.token_ids
 
 
 def test_a_request_of_another_choice_is_our_own_mistake(tokenizer):

@@ -32,10 +32,12 @@ def template(model_folder: Path):
 def make_api(tokenizer: Tokenizer, template: ChatTemplate):
     """Builds an `Api` around an engine; config fields by keyword."""
 
-    def make(engine: FakeEngine | None = None, *, defaults=None, texts=True, **config) -> Api:
+    def make(
+        engine: FakeEngine | None = None, *, defaults=None, texts=True, make_parser=None, **config
+    ) -> Api:
         app = create_app(
             engine or FakeEngine(), tokenizer if texts else None, template if texts else None,
-            ServerConfig(**config), model=MODEL, defaults=defaults,
+            ServerConfig(**config), model=MODEL, defaults=defaults, make_parser=make_parser,
         )  # fmt: skip
         return Api(app)
 

@@ -17,6 +17,7 @@ from limelight.engine.client import EngineDead, EngineStatus
 from limelight.server.app import create_app
 from limelight.server.lifecycle import Life
 from limelight.server.startup import address, listen
+from limelight.text.parsers import CallPiece, Said
 from limelight.types import EngineStats, ModelInfo, Output, Request, TokenLogprobs
 
 MODEL = "tiny"
@@ -155,6 +156,49 @@ def guess(token_id: int, top: int) -> TokenLogprobs:
     """The token is likeliest; the one after it is impossible."""
     likely = [(token_id, -0.25), ((token_id + 1) % 256, float("-inf")), (0, -9.0)]
     return TokenLogprobs(token_id, -0.25, 1, likely[:top])
+
+
+class FakeParser:
+    """Reads `(thoughts)`, `[name arguments]` and else content; `begun` is the answer so far."""
+
+    def __init__(self, begun: str = "", *, reads_calls: bool = True):
+        self.where = "content"
+        self.call = ""
+        self.num_calls = 0
+        self.opens = {"(": "reasoning", "[": "call"} if reads_calls else {"(": "reasoning"}
+        for character in begun:
+            self._take(character)
+
+    def feed(self, text: str, token_id: int) -> Said:
+        parts = [self._take(character) for character in text]
+        return Said(
+            "".join(part.reasoning for part in parts),
+            "".join(part.content for part in parts),
+            [call for part in parts for call in part.calls],
+            int(any(part.reasoning for part in parts)),
+        )
+
+    def finish(self, reason: str) -> Said:
+        return Said(content="~") if self.where == "content" and reason == "stop" else Said()
+
+    def _take(self, character: str) -> Said:
+        if self.where == "content" and character in self.opens:
+            self.where, self.call = self.opens[character], ""
+        elif (self.where, character) == ("call", "]"):
+            self.where = "content"
+            self.num_calls += 1
+            name, _, arguments = self.call.partition(" ")
+            at = self.num_calls - 1
+            return Said(calls=[CallPiece(at, name), CallPiece(at, None, arguments or "{}")])
+        elif (self.where, character) == ("reasoning", ")"):
+            self.where = "content"
+        elif self.where == "call":
+            self.call += character
+        elif self.where == "reasoning":
+            return Said(reasoning=character)
+        else:
+            return Said(content=character)
+        return Said()
 
 
 class Api:

@@ -131,7 +131,7 @@ def test_a_whole_vocabulary_of_logprobs_needs_the_operator(make_api):
         ("thinking_token_budget", 5), ("use_beam_search", True), ("length_penalty", 2.0),
         ("logprob_token_ids", [1]), ("truncate_prompt_tokens", 5), ("functions", [{"name": "f"}]),
         ("tool_choice", "required"), ("tool_choice", {"function": {"name": "f"}}), ("echo", True),
-        ("include_reasoning", False), ("modalities", ["audio"]), ("vllm_xargs", {"a": 1}),
+        ("modalities", ["audio"]), ("vllm_xargs", {"a": 1}),
         ("kv_transfer_params", {}), ("prediction", {"type": "content"}), ("watermarking", {}),
     ],
     ids=lambda value: repr(value)[:40],

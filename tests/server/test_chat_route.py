@@ -131,7 +131,7 @@ def test_tools_are_shown_to_the_model_and_its_text_comes_back_raw(make_api):
     engine = FakeEngine(lambda request: ids("<call>now</call>"))
     tools = [{"type": "function", "function": {"name": "now"}}]
     api = make_api(engine)
-    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+    for choice in ({}, {"tool_choice": "none"}):
         answer = api.chat(tools=tools, **choice).json()
         assert answer["choices"][0]["message"]["content"] == "<call>now</call>"
         assert text_of(engine) == "[tool now]<user>Hi<assistant>"

@@ -5,8 +5,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from server_fakes import write_model
 
 from limelight.config import EngineConfig, ServerConfig
+from limelight.server import parsing
+from limelight.server.messages import Conversation
+from limelight.server.prompts import Prompt
 from limelight.server.startup import address, example, listen, load_texts, sampling_defaults
 
 
@@ -38,6 +42,105 @@ def test_a_model_without_a_tokenizer_is_served_by_ids(tmp_path):
     texts = load_texts(EngineConfig(model=str(tmp_path)), ServerConfig())
     assert texts.tokenizer is None and texts.template is None
     assert '"prompt": [0]' in example("http://x", "m", texts, ServerConfig())
+
+
+BEAM = {"reasoning_parser": "beam", "tool_call_parser": "beam", "enable_auto_tool_choice": True}
+GLM = {"reasoning_parser": "glm47", "tool_call_parser": "glm47", "enable_auto_tool_choice": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+        ({"enable_auto_tool_choice": True, "reasoning_parser": "glm47"}, "--tool-call-parser"),
+        ({"reasoning_parser": "beam"}, "--tool-call-parser beam"),
+        ({"tool_call_parser": "beam"}, "--reasoning-parser beam"),
+        ({"reasoning_parser": "beam", "tool_call_parser": "glm47"}, "--tool-call-parser beam"),
+        ({"reasoning_parser": "glm47", "tool_call_parser": "beam"}, "--reasoning-parser beam"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_parser must be one of glm47, beam"),
+    ],
+    ids=str,
+)
+def test_parsers_that_do_not_go_together_are_refused_with_what_would(fields, words):
+    with pytest.raises(ValueError, match=words):
+        ServerConfig(**fields)
+
+
+def write_tokenizer(folder: Path, **template: object) -> EngineConfig:
+    write_model(folder)
+    if template:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"response_template": template}
+        path.write_text(json.dumps(config))
+    return EngineConfig(model=str(folder))
+
+
+THINKING = {"thinking": {"open": "<think>", "close": "</think>"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ({}, "has no response_template"),
+        ({"fields": {"content": {}}}, "no field thinking"),
+        ({"fields": THINKING}, "no field tool_calls"),
+        ({"fields": {}}, "response_template.fields"),
+    ],
+    ids=str,
+)
+def test_beam_needs_a_template_with_the_fields_that_it_reads(tmp_path, template, words):
+    engine = write_tokenizer(tmp_path, **(template and {"start_anchor": "<bot>", **template}))
+    with pytest.raises(ValueError, match=words) as caught:
+        load_texts(engine, ServerConfig(**BEAM))
+    assert "tokenizer_config.json" in str(caught.value)
+
+
+def test_beam_without_auto_tool_choice_reads_reasoning_alone(tmp_path, caplog):
+    engine = write_tokenizer(tmp_path, start_anchor="<bot>", fields=THINKING)
+    texts = load_texts(engine, ServerConfig(**{**BEAM, "enable_auto_tool_choice": False}))
+    assert texts.make_parser is not None
+    assert "--enable-auto-tool-choice" in caplog.text
+
+
+def test_parsers_need_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        load_texts(EngineConfig(model=str(tmp_path)), ServerConfig(**GLM))
+
+
+def test_a_tool_parser_that_is_never_used_is_warned_of(tmp_path, caplog):
+    texts = load_texts(write_tokenizer(tmp_path), ServerConfig(tool_call_parser="glm47"))
+    assert texts.make_parser is None
+    assert "--enable-auto-tool-choice" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "thinking"),
+    [
+        ("{{ enable_thinking }}", {}, None),
+        ("{{ enable_thinking }}", {"enable_thinking": False}, False),
+        ("{{ enable_thinking }}", {"thinking": False}, False),
+        ("{{ enable_thinking }}", {"enable_thinking": False, "thinking": True}, True),
+        ("no switch", {"enable_thinking": False}, None),
+    ],
+    ids=str,
+)
+def test_glm47_knows_whether_a_request_switched_thinking_off(
+    tmp_path, monkeypatch, caplog, template, kwargs, thinking
+):
+    made = []
+    monkeypatch.setattr(parsing, "Glm47Parser", lambda tokenizer, **fields: made.append(fields))
+    engine = write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    texts = load_texts(engine, ServerConfig(**GLM))
+    texts.template.close()
+    conversation = Conversation(
+        messages=[], tools=None, documents=None, add_generation_prompt=True,
+        continue_final_message=False, template_kwargs=kwargs,
+    )  # fmt: skip
+    texts.make_parser(Prompt([1], "x"), conversation)
+    assert made[0]["thinking"] is thinking
+    assert ("cannot be turned off" in caplog.text) == (template == "no switch")
 
 
 def test_an_open_host_without_a_key_is_warned_of(tmp_path, caplog):

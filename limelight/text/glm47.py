@@ -1,0 +1,399 @@
+"""The answers of GLM 4.7's format, which Flint writes: reasoning, content, calls of tools.
+
+`<think>REASONING</think>CONTENT<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...
+</tool_call>...`; marks are told from typed text by their token ids, the tags of arguments are text.
+
+A call is sent when its closer comes, and one that is cut short is not sent at all. What cannot be
+a call, although it began as one, is the text that it was found in, so that a `<tool_call>` which
+is only spoken of swallows nothing.
+"""
+
+import codecs
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from limelight.text.glm_casting import cast_arguments
+from limelight.text.parsers import CallPiece, Said
+from limelight.text.tokenizer import Tokenizer
+from limelight.types import FinishReason
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+ASSISTANT = "<|assistant|>"
+TURNS = ("<|system|>", "<|user|>", ASSISTANT, "<|observation|>")
+# A name that is longer, and than all names of tools, is none.
+LONGEST_NAME = 256
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text, or a mark; `num_tokens` of the tokens begin in it."""
+
+    text: str
+    is_mark: bool
+    num_tokens: int
+
+
+class Marks:
+    """Finds marks in a text as it comes: some by their token ids, the others by their texts.
+
+    `dropped` are the ids of tokens that are left out, with their texts.
+    """
+
+    def __init__(self, *, ids: dict[int, str], texts: Iterable[str], dropped: dict[int, str]):
+        self._ids = ids
+        self._texts = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._texts))) if self._texts else None
+        self._dropped = dropped
+        self.held = ""  # the end of the text, which may become a mark
+        self._starts: list[int] = []  # where in it the tokens begin
+
+    def feed(self, text: str, token_id: int | None) -> list[Piece]:
+        if token_id in self._ids:
+            mark = self._ids[token_id]
+            before = self._search(text.removesuffix(mark), counts=False)
+            return [*before, *self.flush(), Piece(mark, True, 1)]
+        if token_id in self._dropped:
+            return self._search(text.removesuffix(self._dropped[token_id]), counts=False)
+        return self._search(text, counts=True)
+
+    def flush(self) -> list[Piece]:
+        """The end: what was held back is text."""
+        if not self.held:
+            return []
+        piece = Piece(self.held, False, len(self._starts))
+        self.held, self._starts = "", []
+        return [piece]
+
+    def _search(self, text: str, *, counts: bool) -> list[Piece]:
+        if self._pattern is None or (not self.held and "<" not in text):
+            return [Piece(text, False, int(counts))] if text or counts else []
+        if counts:
+            self._starts.append(len(self.held))
+        text, end = self.held + text, 0
+        pieces: list[Piece] = []
+        for match in self._pattern.finditer(text):
+            pieces += [self._cut(text[end : match.start()], match.start(), is_mark=False)]
+            end = match.end()
+            pieces += [self._cut(match[0], end, is_mark=True)]
+        # A mark has its only "<" at its start.
+        start = max(text.rfind("<"), end)
+        if not any(mark.startswith(text[start:]) for mark in self._texts):
+            start = len(text)
+        pieces += [self._cut(text[end:start], start, is_mark=False)]
+        self.held = text[start:]
+        self._starts = [at - start for at in self._starts]
+        return [piece for piece in pieces if piece.text or piece.num_tokens]
+
+    def _cut(self, text: str, end: int, *, is_mark: bool) -> Piece:
+        count = sum(at < end for at in self._starts)
+        self._starts = self._starts[count:]
+        return Piece(text, is_mark, count)
+
+
+class Call:
+    """A call as it is written: `raw` is its text so far, its arguments are texts."""
+
+    def __init__(self, names: Iterable[str], num_tokens: int):
+        self.raw = [CALL]
+        self.num_tokens = num_tokens
+        self.part: Literal["name", "key", "between", "value", "after"] = "name"
+        self.is_possible = True
+        self.arguments: dict[str, str] = {}
+        self._names = list(names)
+        self._longest = max([LONGEST_NAME, *map(len, self._names)])
+        self._name = ""
+        self._key = ""
+        self._text: list[str] = []  # of the part that is being written
+        self._tags = Marks(ids={}, texts=(KEY, KEY_END, VALUE, VALUE_END), dropped={})
+
+    @property
+    def name(self) -> str:
+        return self._name.strip()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing but the closer."""
+        if self._tags.held:
+            return False
+        return self.part == "after" or (self.part == "name" and self.name in self._names)
+
+    def feed(self, text: str):
+        self.raw.append(text)
+        for piece in self._tags.feed(text, None):
+            self._take(piece)
+
+    def close(self):
+        """The closer: it ends a value that is open as well."""
+        for piece in self._tags.flush():
+            self._take(piece)
+        if self.part == "value":
+            self._end_value()
+
+    def _take(self, piece: Piece):
+        text = piece.text
+        if self.part == "name":
+            if piece.is_mark and text == KEY:
+                self.part = "key"
+            else:
+                self._name += text
+                self.is_possible = not piece.is_mark and self._may_be_name()
+        elif self.part == "key":
+            if piece.is_mark and text == KEY_END:
+                self._key = "".join(self._text).strip()
+                self.part, self._text = "between", []
+            else:
+                self._text.append(text)
+        elif self.part == "value":
+            if piece.is_mark and text == VALUE_END:
+                self._end_value()
+            else:
+                self._text.append(text)
+        elif piece.is_mark and text == KEY:
+            self.part = "key"
+        elif piece.is_mark and text == VALUE and self.part == "between":
+            self.part = "value"
+
+    def _end_value(self):
+        self.arguments[self._key] = "".join(self._text)
+        self.part, self._text = "after", []
+
+    def _may_be_name(self) -> bool:
+        """Whether the text begins a name, of a tool that may be unknown."""
+        if any(name.startswith(self._name.lstrip()) for name in self._names):
+            return True
+        one_word = len(self.name.split()) <= 1 and "<" not in self.name
+        return (one_word or self.name in self._names) and len(self._name) <= self._longest
+
+
+@dataclass(slots=True)
+class Trimmed:
+    """A text whose last blanks are held back until something follows them."""
+
+    blanks: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> str:
+        kept = text.rstrip()
+        if not kept:
+            self.blanks.append(text)
+            return ""
+        said = "".join([*self.blanks, kept])
+        self.blanks = [text[len(kept) :]]
+        return said
+
+
+class Glm47Parser:
+    """One answer; where it starts follows from the last turn of its prompt.
+
+    Without `reasoning` thoughts are content, without their marks; without `calls` a call is text.
+    `thinking=False`: the request switched thoughts off, so their marks are text, unless its prompt
+    opens them all the same. Calls of tools that are not among `tools` are left out (in thoughts, if
+    they have arguments), and so are all but the first unless they may be `parallel`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: list[int],
+        tools: list[dict[str, object]] | None,
+        reasoning: bool,
+        calls: bool,
+        thinking: bool | None,
+        parallel: bool = True,
+    ):
+        self._tools = dict(_name_and_parameters(tool) for tool in tools or [])
+        self._splits = reasoning
+        self._calls_tools = calls
+        self._parallel = parallel
+        self._is_reasoning = True
+        self._call: Call | None = None
+        self._begin()
+        self._marks = _marks(tokenizer, [THINK, THOUGHT, CALL, CALLED, *TURNS], plain=[])
+        opened = self._read_prompt(tokenizer, prompt_token_ids)
+        if thinking is False and opened:
+            logger.warning("the chat template opens thoughts although the request turns them off")
+        elif thinking is False:
+            self._is_reasoning = False
+            self._marks = _marks(tokenizer, [CALL, CALLED, *TURNS], plain=[THINK, THOUGHT])
+
+    def feed(self, text: str, token_id: int) -> Said:
+        for piece in self._marks.feed(text, token_id):
+            self._take(piece)
+        return self._said()
+
+    def finish(self, reason: FinishReason) -> Said:
+        for piece in self._marks.flush():
+            self._take(piece)
+        if (call := self._call) is not None:
+            is_spoken_of = call.part == "name" and reason == "stop"
+            if call.is_whole and reason == "stop":
+                self._close(call, closer="")
+            elif is_spoken_of or not self._calls_tools:
+                self._give_back(call)
+            else:
+                self._has_called = True
+        if not self._has_called:
+            self._content += self._content_end.blanks
+        return self._said()
+
+    def _begin(self):
+        """Nothing has been said yet."""
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._pieces: list[CallPiece] = []
+        self._num_reasoning = 0
+        self._reasoning_end = Trimmed()
+        self._content_end = Trimmed()
+        self._has_content = False
+        self._has_called = False
+        self._num_calls = 0
+        self._quotes_call = False  # a `<tool_call>` was text, so its closer is, too
+
+    def _read_prompt(self, tokenizer: Tokenizer, token_ids: list[int]) -> bool:
+        """Take the last turn of the prompt as begun; whether it opened thoughts by their mark."""
+        turns = {_token_of(tokenizer, turn) for turn in TURNS}
+        last = next((i for i in reversed(range(len(token_ids))) if token_ids[i] in turns), 0)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        is_ours, opened = True, False
+        pieces: list[Piece] = []
+        for token_id in token_ids[last:]:
+            text = decoder.decode(tokenizer.token_bytes(token_id))
+            pieces += self._marks.feed(text, token_id)
+        for piece in [*pieces, *self._marks.flush()]:
+            mark = piece.text if piece.is_mark else ""
+            if mark in TURNS:
+                self._is_reasoning, self._call = True, None
+                is_ours, opened = mark == ASSISTANT, False
+            elif is_ours:
+                self._take(piece)
+                opened = mark == THINK or (opened and mark != THOUGHT)
+        self._begin()
+        if self._call is not None:
+            self._call.raw, self._call.num_tokens = [], 0
+        return opened and self._is_reasoning
+
+    def _said(self) -> Said:
+        said = Said(
+            reasoning="".join(self._reasoning),
+            content="".join(self._content),
+            calls=self._pieces,
+            num_reasoning=self._num_reasoning,
+        )
+        self._reasoning, self._content, self._pieces, self._num_reasoning = [], [], [], 0
+        return said
+
+    def _take(self, piece: Piece):
+        if self._call is not None:
+            self._take_in_call(piece, self._call)
+        elif not piece.is_mark:
+            self._say(piece.text, piece.num_tokens)
+        elif piece.text == THINK:
+            self._is_reasoning = True
+        elif piece.text == THOUGHT:
+            self._end_reasoning()
+        elif piece.text == CALL:
+            if self._calls_tools or self._is_reasoning:
+                self._call = Call(self._tools, piece.num_tokens)
+            else:
+                self._say(CALL, 0)
+        elif piece.text == CALLED and (self._quotes_call or not self._calls_tools):
+            self._quotes_call = False
+            self._say(CALLED, piece.num_tokens)
+
+    def _take_in_call(self, piece: Piece, call: Call):
+        if piece.is_mark and piece.text in TURNS:
+            return
+        call.num_tokens += piece.num_tokens
+        if piece.is_mark and piece.text == CALLED:
+            self._close(call, closer=CALLED)
+        elif piece.is_mark and piece.text == CALL and call.is_whole:
+            self._close(call, closer="")
+            self._take(piece)
+        elif piece.is_mark and (
+            call.part == "name" or (piece.text == THOUGHT and self._is_reasoning)
+        ):
+            call.num_tokens -= piece.num_tokens
+            self._give_back(call)
+            self._take(piece)
+        else:
+            call.feed(piece.text)
+            if not call.is_possible:
+                self._give_back(call)
+
+    def _close(self, call: Call, *, closer: str):
+        call.close()
+        is_known = call.name in self._tools
+        is_spoken_of = self._is_reasoning and call.part == "name"
+        if not call.is_possible or not (is_known or (self._calls_tools and not is_spoken_of)):
+            self._give_back(call)
+            self._take(Piece(closer, bool(closer), 0))
+            return
+        self._call = None
+        if is_known:
+            # A call ends thoughts that were not closed; one that is left out is part of them.
+            self._end_reasoning()
+        if not self._calls_tools:
+            self._say("".join([*call.raw, closer]), 0)
+            return
+        self._has_called = self._has_called or not self._is_reasoning
+        if is_known and (self._parallel or self._num_calls == 0):
+            arguments = cast_arguments(call.arguments, self._tools[call.name])
+            text = json.dumps(arguments, ensure_ascii=False)
+            self._pieces.append(CallPiece(self._num_calls, call.name, text))
+            self._num_calls += 1
+
+    def _give_back(self, call: Call):
+        """What began as a call is text after all."""
+        self._call, self._quotes_call = None, True
+        self._say("".join(call.raw), call.num_tokens)
+
+    def _end_reasoning(self):
+        self._is_reasoning = False
+        self._reasoning_end.blanks = []
+
+    def _say(self, text: str, num_tokens: int):
+        if self._is_reasoning and self._splits:
+            self._num_reasoning += num_tokens
+            self._reasoning.append(self._reasoning_end.add(text))
+            return
+        if said := self._content_end.add(text):
+            # Blanks around calls are not part of the answer.
+            is_after_call = self._has_called and not self._has_content
+            self._content.append(said.lstrip() if is_after_call else said)
+            self._has_content = True
+
+
+def _name_and_parameters(tool: dict[str, object]) -> tuple[str, object]:
+    function = tool.get("function", tool)
+    known = function if isinstance(function, dict) else {}
+    return str(known.get("name", "")), known.get("parameters")
+
+
+def _token_of(tokenizer: Tokenizer, mark: str) -> int | None:
+    """The one token that is this mark, if the vocabulary has one."""
+    token_ids = tokenizer.encode(mark, add_special_tokens=False)
+    is_one = len(token_ids) == 1 and tokenizer.token_bytes(token_ids[0]) == mark.encode()
+    return token_ids[0] if is_one else None
+
+
+def _marks(tokenizer: Tokenizer, marks: list[str], *, plain: list[str]) -> Marks:
+    """What this vocabulary writes: `plain` marks are text, other special tokens are dropped."""
+    found = {mark: _token_of(tokenizer, mark) for mark in marks}
+    ids = {token_id: mark for mark, token_id in found.items() if token_id is not None}
+    kept = {_token_of(tokenizer, mark) for mark in plain} | set(ids)
+    return Marks(
+        ids=ids,
+        texts=[mark for mark, token_id in found.items() if token_id is None],
+        dropped={
+            token_id: tokenizer.token_bytes(token_id).decode(errors="replace")
+            for token_id in tokenizer.special_ids - kept
+        },
+    )
