@@ -1,6 +1,7 @@
 """What the routes do: a body in, an answer out through `send`."""
 
 import asyncio
+import copy
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -165,7 +166,9 @@ class Service:
         source, make = question.source, self.make_parser
         if make is None or not isinstance(source, Conversation):
             return prompts, requests, []
-        return prompts, requests, [make(prompts[0], source) for _ in requests]
+        # The prompt is read once, however many answers it gets.
+        parser = make(prompts[0], source)
+        return prompts, requests, [parser, *(copy.deepcopy(parser) for _ in requests[1:])]
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -6,10 +6,12 @@ another listed type becomes that; what fits no type stays text.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import NoReturn
 
+INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
 UNIONS = ("anyOf", "oneOf", "allOf")
 MOST_SCHEMAS = 200  # that are looked at for the types of one parameter
 
@@ -59,6 +61,7 @@ def exact_json(text: str) -> object:
         return None
     try:
         value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
         same = not isinstance(value, float) or Decimal(repr(value)) == Decimal(text)
     except (ValueError, InvalidOperation, RecursionError):
         return None
@@ -119,26 +122,37 @@ def _referred(reference: object, root: object) -> object:
     return found
 
 
-def _integer(text: str) -> int | None:
+def _plain_integer(text: str) -> int | None:
+    """Digits and a sign; Python's int takes 1_0 and digits of other scripts as well."""
     try:
-        return int(text)
+        return int(text) if INTEGER.fullmatch(text) else None
     except ValueError:
-        pass
+        return None  # more digits than Python reads
+
+
+def _integer(text: str) -> int | None:
+    whole = _plain_integer(text)
+    if whole is not None or not text.isascii():
+        return whole
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
         return None
-    # Far exponents would make numbers of millions of digits.
-    if not number.is_finite() or number.adjusted() > 400 or number != number.to_integral_value():
+    # Far exponents would make numbers of many digits that no one wrote.
+    if (
+        not number.is_finite()
+        or number.adjusted() > 30
+        or "_" in text
+        or number != number.to_integral_value()
+    ):
         return None
     return int(number)
 
 
 def _number(text: str) -> int | float | None:
-    try:
-        return int(text)
-    except ValueError:
-        pass
+    whole_number = _plain_integer(text)
+    if whole_number is not None or "_" in text or not text.isascii():
+        return whole_number
     try:
         number = float(text)
     except ValueError:

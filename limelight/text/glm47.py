@@ -167,10 +167,12 @@ class Call:
 
     def _may_be_name(self) -> bool:
         """Whether the text begins a name, of a tool that may be unknown."""
+        if len(self._name) > self._longest:
+            return False
         if any(name.startswith(self._name.lstrip()) for name in self._names):
             return True
         one_word = len(self.name.split()) <= 1 and "<" not in self.name
-        return (one_word or self.name in self._names) and len(self._name) <= self._longest
+        return one_word or self.name in self._names
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MAX_DEPTH = 64
 # Above it a float does not tell which integer was meant.
 EXACT = 2**53
+MOST_SCHEMAS = 200  # that are looked at for the types of one value
 
 Schema = dict[str, object]
 
@@ -89,7 +90,7 @@ def _branches(schema: object, root: object) -> list[Schema]:
     """The schema and all that it refers to or chooses from, each once."""
     found: dict[int, Schema] = {}
     waiting = [schema]
-    while waiting:
+    while waiting and len(found) < MOST_SCHEMAS:
         one = waiting.pop()
         if not isinstance(one, dict) or id(one) in found:
             continue

@@ -107,6 +107,10 @@ class ResponseTemplate:
     implicit: Field | None
     stems: dict[str, list[tuple[str, int]]]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "ResponseTemplate":
+        """Itself: it never changes."""
+        return self
+
     @classmethod
     def load(cls, folder: Path) -> "ResponseTemplate | None":
         """The template of a model folder; None if there is none."""

@@ -18,6 +18,8 @@ from limelight.types import FinishReason
 log = logging.getLogger(__name__)
 
 LONGEST_PAST = 4096  # characters that are kept though nothing will look at them again
+LONGEST_MARK = 4096  # what has not become a delimiter after so many characters is none
+PROMPT_PIECE = 1024  # a delimiter is looked for in so much of a prompt at a time
 LOOK_BACK = 16  # characters before what is still to be read, for word borders and line starts
 
 
@@ -67,10 +69,11 @@ class TemplateParser:
         self._reads = {"thinking": reasoning, "content": True, "tool_calls": calls and bool(tools)}
         fields = template.fields.values()
         self._keeps_all = any(d.looks_back for f in fields for d in (f.opener, f.closer) if d)
-        self._text = template.after_anchor(prompt)
+        said = template.after_anchor(prompt)
+        self._text = ""
         self._at = 0  # how far the text is read
         self._past = 0  # characters of the message before it
-        self._prompt = len(self._text)
+        self._prompt = len(said)
         self._empty_at = -1  # where in the message an empty delimiter was found last
         self._num_calls = 0
         self._tokens: deque[tuple[int, int]] = deque()  # where in the message each one stands
@@ -78,7 +81,10 @@ class TemplateParser:
         self._captures: dict[str, str] = {}
         self._body: list[str] = []
         self._out = Gathered()
-        self._read(final=False)
+        for start in range(0, len(said), PROMPT_PIECE):
+            self._text += said[start : start + PROMPT_PIECE]
+            self._read(final=False)
+            self._forget()
         self._out, self._num_calls = Gathered(), 0
 
     def feed(self, text: str, token_id: int) -> Said:
@@ -147,6 +153,10 @@ class TemplateParser:
                 match = None
                 if self._at < len(self._text):
                     match, hold = delimiter.find(self._text, self._at + 1, final=final)
+            if match is not None and match.end() - match.start() > LONGEST_MARK:
+                match = None
+            if match is None and len(self._text) - hold > LONGEST_MARK:
+                hold = len(self._text)
             settled = min(settled, hold)
             if match is None:
                 continue

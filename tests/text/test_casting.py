@@ -149,3 +149,15 @@ def test_each_value_of_a_parameter_given_several_times_is_cast():
 )  # fmt: skip
 def test_without_a_schema_arguments_stay_as_they_are(tool):
     assert cast_arguments({"n": "3"}, tool) == {"n": "3"}
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [("1_0", "integer"), ("\u0663", "integer"), ("1_0.5", "number"), ("1e400", "integer")],
+)
+def test_what_only_python_reads_as_a_number_stays_text(text, kind):
+    assert cast(text, {"type": kind}) == text
+
+
+def test_a_list_with_a_number_that_no_json_has_stays_text():
+    assert cast("[1e999]", {"type": ["string", "array"]}) == "[1e999]"

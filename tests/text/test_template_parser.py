@@ -1,5 +1,6 @@
 import json
 import logging
+import time
 
 import pytest
 import regex
@@ -293,3 +294,18 @@ def test_strings_that_were_written_as_json_stay_strings():
         }},
     })  # fmt: skip
     assert parse(made, '[add]a="1"\nb="2"!', "^")[2] == [("add", {"a": 1, "b": "2"})]
+
+
+def test_a_long_prompt_of_many_marks_is_read_in_little_time():
+    marks = "<|channel|>final<|message|>x<|end|>" * 8000
+    start = time.process_time()
+    parser("tags", "<|start|>assistant" + marks)
+    assert time.process_time() - start < 5
+
+
+def test_what_begins_like_a_call_for_too_long_is_text_again():
+    found = parser("tags", "<|start|>assistant")
+    start = time.process_time()
+    for _ in range(5000):
+        found.feed("abcd" if _ else " to=", 0)
+    assert time.process_time() - start < 5
