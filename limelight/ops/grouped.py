@@ -303,8 +303,7 @@ def _grouped_fp4_kernel(
 ):  # fmt: skip
     """Both kernels before with weights of four bits; COUNT rows of `out` share a row of x.
 
-    A block by BLOCK_N rows of the weight, of which gated ones (gate and up) give half as many
-    channels.
+    A block by BLOCK_N rows of the weight, of which gated ones give half as many channels.
     """
     KINDS: tl.constexpr = 2 if GATED else 1
     SHARED_TILES: tl.constexpr = (KINDS * SHARED_N + BLOCK_N - 1) // BLOCK_N

@@ -169,10 +169,10 @@ class Call:
         """Whether the text begins a name, of a tool that may be unknown."""
         if len(self._name) > self._longest:
             return False
-        if any(name.startswith(self._name.lstrip()) for name in self._names):
-            return True
         one_word = len(self.name.split()) <= 1 and "<" not in self.name
-        return one_word or self.name in self._names
+        begun = self._name.lstrip()
+        named = self.name in self._names or any(n.startswith(begun) for n in self._names)
+        return one_word or named
 
 
 @dataclass(slots=True)
