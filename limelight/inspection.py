@@ -14,15 +14,15 @@ from limelight.checkpoint import BUNDLED_NAMES, locate
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
 from limelight.engine.startup import plan_memory, resolve
+from limelight.models.loader import has_weights
 
-WEIGHTS = ("*.safetensors", "*.gguf")
 LENGTHS = (1024, 8192, 65_536, 262_144)
 
 
 def inspect(config: EngineConfig) -> dict[str, object]:
     """The report as plain data; sizes in bytes."""
     local = locate(config.model, weights=False) if _is_here(config.model) else None
-    if local is None or local.is_dir() and not any(map(any, map(local.glob, WEIGHTS))):
+    if local is None or not has_weights(local):
         config = replace(config, load_format="dummy")
     found = resolve(config)
     plan, model = plan_memory(config, found), found.shape

@@ -54,7 +54,7 @@ WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
 class Resolved:
     """What a config comes to here: the files of the model, its shape, and how it will run.
 
-    `stored` is None for dummy weights; `packed` tells which tensors are NVFP4.
+    `stored` is None for dummy weights of a folder; `packed` tells which tensors are NVFP4.
     """
 
     weights: Path
@@ -75,10 +75,9 @@ def resolve(config: EngineConfig) -> Resolved:
     if folder.is_file():
         raise ValueError(f"{folder} has no config.json: name its folder with --hf-config-path")
     architecture, shape = read_config(folder)
-    stored = find_tensors(weights) if config.load_format != "dummy" else None
+    without = config.load_format == "dummy" and weights.is_dir()
+    stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
-    if stored is None and weights.is_file():
-        packed = packed_names(find_tensors(weights))
     device = _device(config.device)
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype

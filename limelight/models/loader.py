@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from limelight.checkpoint import read_json
+from limelight.checkpoint import HUB_WEIGHTS, read_json
 from limelight.models.beam import Beam, BeamConfig
 from limelight.models.flint import Flint, FlintConfig
 from limelight.models.layers import Dummy, Placement, Target, Targets
@@ -67,6 +67,11 @@ def find_tensors(path: Path) -> list[Stored]:
             raise ValueError(f"{path}: both .gguf and .safetensors; name the .gguf, or remove one")
         return gguf.find_tensors(gguf.files_of(path))
     return safetensor_files.find_tensors(path)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether `path` is a file of weights or a folder that has one."""
+    return path.is_file() or any(any(path.glob(kind)) for kind in HUB_WEIGHTS)
 
 
 def packed_names(stored: Iterable[Stored]) -> Callable[[str], bool]:
@@ -231,7 +236,8 @@ def load_model(
     folder = config_folder or path
     architecture, config = read_config(folder)
     if dummy_seed is not None:
-        model = build(architecture, config, replace(place, packed=read_declared(folder).packed))
+        packed = packed_names(stored) if stored is not None else read_declared(folder).packed
+        model = build(architecture, config, replace(place, packed=packed))
         fill_dummy(model.targets, seed=dummy_seed, progress=progress)
         return model.eval()
     stored = find_tensors(path) if stored is None else stored

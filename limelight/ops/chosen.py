@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, linear, pdl
+from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, Weight
 from limelight.ops.thin import block_sums, blocks_of, decoded, stacked
@@ -502,19 +502,13 @@ def few_moe(
     ids_TN: torch.Tensor,
     shared_gate_up_GD: Weight | None,
     shared_down_DF: Weight | None,
+    added_TD: torch.Tensor | None = None,
     *,
     fp32: bool,
     scale: float,
 ) -> torch.Tensor:
-    fp4, added_TD = isinstance(down_EDF, FP4), None
-    assert isinstance(gate_up_EGD, FP4) == fp4
-    if shared_gate_up_GD is not None and shared_down_DF is not None:
-        kinds = isinstance(shared_gate_up_GD, FP4), isinstance(shared_down_DF, FP4)
-        # The kernels here hold weights of one kind.
-        if kinds != (fp4, fp4):
-            inner_TF = linear.swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
-            added_TD = linear.project.kernel(inner_TF, shared_down_DF)
-            shared_gate_up_GD = shared_down_DF = None
+    """`moe` of weights of one kind, which the arguments have been checked for, plus `added_TD`."""
+    fp4 = isinstance(down_EDF, FP4)
     (rows, size), count, width = y_TD.shape, ids_TN.shape[1], down_EDF.shape[2]
     shared = 0 if shared_down_DF is None else shared_down_DF.shape[1]
     columns = count * width + shared

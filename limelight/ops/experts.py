@@ -11,7 +11,7 @@ first (`grouped.py`).
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import op
+from limelight.ops import linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.chosen import few_moe, most_rows
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
@@ -109,9 +109,17 @@ def _launch_moe(
         return torch.empty_like(y_TD)
     alike = isinstance(gate_up_EGD, FP4) == isinstance(down_EDF, FP4)
     few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    added_TD = None
+    if shared_gate_up_GD is not None and shared_down_DF is not None:
+        kinds = {isinstance(w, FP4) for w in (gate_up_EGD, shared_gate_up_GD, shared_down_DF)}
+        if len(kinds) > 1:
+            # The kernels take routed and shared weights of one kind.
+            inner_TF = linear.swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
+            added_TD = linear.project.kernel(inner_TF, shared_down_DF)
+            shared_gate_up_GD = shared_down_DF = None
     return (few_moe if few else grouped_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
-        fp32=fp32, scale=scale,
+        added_TD, fp32=fp32, scale=scale,
     )  # fmt: skip
 
 

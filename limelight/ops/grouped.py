@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from limelight.ops import by_size, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
-from limelight.ops.linear import project, swiglu_project
 
 
 @triton.jit
@@ -562,27 +561,23 @@ def grouped_moe(
     ids_TN: torch.Tensor,
     shared_gate_up_GD: Weight | None,
     shared_down_DF: Weight | None,
+    added_TD: torch.Tensor | None = None,
     *,
     fp32: bool,
     scale: float,
 ) -> torch.Tensor:
-    """`moe` by sorted blocks; the arguments have been checked."""
+    """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
     each = triton.cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
-        tile, apart = _fitted(by_size(FP4_TILES, each), y_TD), None
-        if isinstance(shared_gate_up_GD, torch.Tensor) or isinstance(shared_down_DF, torch.Tensor):
-            # Of another kind than the rest.
-            assert shared_gate_up_GD is not None and shared_down_DF is not None
-            inner_TF = swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
-            apart = project.kernel(inner_TF, shared_down_DF)
-            shared_gate_up_GD = shared_down_DF = None
+        tile = _fitted(by_size(FP4_TILES, each), y_TD)
+        assert not isinstance(shared_gate_up_GD, torch.Tensor)
+        assert not isinstance(shared_down_DF, torch.Tensor)
         blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
         out_PD, shared_TD = _decoding(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks, tile,
             count, fp32,
         )  # fmt: skip
-        shared_TD = shared_TD if apart is None else apart
     else:
         block_m, *tiles = by_size(TILES, each)
         blocks = _sort(ids_TN, experts, block_m)
@@ -594,7 +589,7 @@ def grouped_moe(
     out_TD = y_TD.new_empty(rows, size)
     block_d = min(1024, triton.next_power_of_2(size))
     _combine_kernel[(rows, triton.cdiv(size, block_d))](
-        out_PD, shared_TD, weights_TN, out_TD, scale,
+        out_PD, shared_TD if added_TD is None else added_TD, weights_TN, out_TD, scale,
         SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4, **pdl(y_TD),
     )  # fmt: skip
     return out_TD

@@ -242,6 +242,29 @@ def _places(WARPS: tl.constexpr, RUN: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _of_copies(sum_WTN, BLOCK_T: tl.constexpr):
+    """The sum over warps [T, N]; where rows stand twice for the matrix unit, of one of each."""
+    WARPS: tl.constexpr = sum_WTN.shape[0]
+    BLOCK_N: tl.constexpr = sum_WTN.shape[2]
+    if sum_WTN.shape[1] != BLOCK_T:
+        sum_WTN = tl.sum(tl.reshape(sum_WTN, [WARPS, 2, BLOCK_T, BLOCK_N]), axis=1) * 0.5
+    return tl.sum(sum_WTN, axis=0)
+
+
+@triton.jit
+def _store_few(y_TN, out, rows, N: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr):
+    """Products of this program's rows of the weight, or their SwiGLU, rounded."""
+    BLOCK_T: tl.constexpr = y_TN.shape[0]
+    if GATED:
+        gate_TN, up_TN = tl.split(tl.reshape(y_TN, [BLOCK_T, y_TN.shape[1] // 2, 2]))
+        y_TN = rounded_swiglu(gate_TN, up_TN, FP32, out.dtype.element_ty)
+    t = tl.arange(0, BLOCK_T)[:, None]
+    n = tl.program_id(0) * y_TN.shape[1] + tl.arange(0, y_TN.shape[1])[None, :]
+    y_TN = y_TN.to(out.dtype.element_ty)
+    tl.store(out + t.to(tl.int64) * N + n, y_TN, mask=(t < rows) & (n < N))
+
+
+@triton.jit
 def _few_kernel(
     x, weight, out, rows, stride_x,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
@@ -290,17 +313,7 @@ def _few_kernel(
     sum_WTN = tl.zeros([WARPS, M, BLOCK_N], tl.float32)
     for c in tl.static_range(len(tiles)):
         sum_WTN = tl.dot(x_tiles[c], tiles[c], sum_WTN, input_precision="ieee")
-    if COPIES == 2:
-        # The same in both copies.
-        sum_WTN = tl.sum(tl.reshape(sum_WTN, [WARPS, 2, BLOCK_T, BLOCK_N]), axis=1) * 0.5
-    y_TN = tl.sum(sum_WTN, axis=0)
-    if GATED:
-        gate_TN, up_TN = tl.split(tl.reshape(y_TN, [BLOCK_T, BLOCK_N // 2, 2]))
-        y_TN = rounded_swiglu(gate_TN, up_TN, FP32, out.dtype.element_ty)
-    t = tl.arange(0, BLOCK_T)[:, None]
-    n = tl.program_id(0) * y_TN.shape[1] + tl.arange(0, y_TN.shape[1])[None, :]
-    y_TN = y_TN.to(out.dtype.element_ty)
-    tl.store(out + t.to(tl.int64) * N + n, y_TN, mask=(t < rows) & (n < N))
+    _store_few(_of_copies(sum_WTN, BLOCK_T), out, rows, N, GATED, FP32)
 
 
 @triton.jit
@@ -373,17 +386,8 @@ def _few_fp4_kernel(
             sum_ = tl.dot(x_tile, tile, old[i], input_precision="ieee")
             sums = sums + (sum_,)  # type: ignore[assignment]
     sum_WTN = tl.reshape(stacked(sums), [WARPS, M, BLOCK_N])
-    if COPIES == 2:
-        # The same in both copies.
-        sum_WTN = tl.sum(tl.reshape(sum_WTN, [WARPS, 2, BLOCK_T, BLOCK_N]), axis=1) * 0.5
-    y_TN = tl.sum(sum_WTN, axis=0) * (factor_N * LEFT)[None, :]
-    if GATED:
-        gate_TN, up_TN = tl.split(tl.reshape(y_TN, [BLOCK_T, BLOCK_N // 2, 2]))
-        y_TN = rounded_swiglu(gate_TN, up_TN, FP32, out.dtype.element_ty)
-    t = tl.arange(0, BLOCK_T)[:, None]
-    n = tl.program_id(0) * y_TN.shape[1] + tl.arange(0, y_TN.shape[1])[None, :]
-    y_TN = y_TN.to(out.dtype.element_ty)
-    tl.store(out + t.to(tl.int64) * N + n, y_TN, mask=(t < rows) & (n < N))
+    y_TN = _of_copies(sum_WTN, BLOCK_T) * (factor_N * LEFT)[None, :]
+    _store_few(y_TN, out, rows, N, GATED, FP32)
 
 
 @triton.jit

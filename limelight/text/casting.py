@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import NoReturn
 
+from limelight.text.schema import MOST_SCHEMAS, leads_to
+
 INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
-UNIONS = ("anyOf", "oneOf", "allOf")
-MOST_SCHEMAS = 200  # that are looked at for the types of one parameter
 
 
 def cast_arguments(
@@ -95,11 +95,7 @@ def _types(schema: object, root: object, seen: set[int]) -> Iterator[str]:
         if isinstance(name, str):
             named = True
             yield name
-    branches = [_referred(schema.get("$ref"), root)]
-    for union in UNIONS:
-        listed = schema.get(union)
-        branches += listed if isinstance(listed, list) else []
-    for branch in branches:
+    for branch in leads_to(schema, root):
         for name in _types(branch, root, seen):
             named = True
             yield name
@@ -109,17 +105,6 @@ def _types(schema: object, root: object, seen: set[int]) -> Iterator[str]:
             yield next(name for name in NAMES if IS[name](value))
     if schema.get("nullable") is True:
         yield "null"
-
-
-def _referred(reference: object, root: object) -> object:
-    """What a local reference (#/$defs/name) points to."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    found = root
-    for step in reference.removeprefix("#/").split("/"):
-        step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
 
 
 def _plain_integer(text: str) -> int | None:

@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Callable
 
+from limelight.text.schema import MOST_SCHEMAS, leads_to
+
 ALIASES = {
     "null": "null", "none": "null", "nonetype": "null",
     "integer": "integer", "int": "integer", "long": "integer",
@@ -28,7 +30,6 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MAX_DEPTH = 64
 # Above it a float does not tell which integer was meant.
 EXACT = 2**53
-MOST_SCHEMAS = 200  # that are looked at for the types of one value
 
 Schema = dict[str, object]
 
@@ -95,24 +96,8 @@ def _branches(schema: object, root: object) -> list[Schema]:
         if not isinstance(one, dict) or id(one) in found:
             continue
         found[id(one)] = one
-        if isinstance(reference := one.get("$ref"), str):
-            waiting.append(_target(reference, root))
-        for key in ("anyOf", "oneOf", "allOf"):
-            if isinstance(several := one.get(key), list):
-                waiting += several
+        waiting += leads_to(one, root)
     return list(found.values())
-
-
-def _target(reference: str, root: object) -> object:
-    """What a reference within the schema of the tool names; None for any other."""
-    if not reference.startswith("#"):
-        return None
-    target = root
-    for step in reference[1:].split("/")[1:]:
-        if not isinstance(target, dict):
-            return None
-        target = target.get(step.replace("~1", "/").replace("~0", "~"))
-    return target
 
 
 def _types(branches: list[Schema]) -> set[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
+from sizes import EXPERTS
 
 from limelight.ops.chosen import FEW
 from limelight.ops.experts import moe
@@ -18,15 +19,7 @@ SIZES = [
     (150, 40, 5, 2, 24, 8, True, 1.0),
     (600, 16, 3, 2, 16, 0, True, 1.0),
 ]
-MODELS = [
-    (rows, *size)
-    for size in [
-        (2048, 256, 6, 512, 1024, False, 1.0),
-        (5120, 256, 8, 320, 0, True, 2.5),
-        (192, 8, 2, 64, 192, False, 1.0),
-    ]
-    for rows in [1, 2, 7, 8, 9, 33, 130, 1000, 2500]
-]
+MODELS = [(rows, *size) for size in EXPERTS for rows in [1, 2, 7, 8, 9, 33, 130, 1000, 2500]]
 EPS = 1e-6
 CPU, GPU = ("cpu", torch.float32), ("cuda", torch.bfloat16)
 IDS = "T{0[0]}-D{0[1]}-E{0[2]}-N{0[3]}-F{0[4]}-shared{0[5]}".format

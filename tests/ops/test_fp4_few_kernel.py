@@ -4,10 +4,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import sizes
 import torch
 from ahead import Case, meta
 from fp4s import decoded, meta_fp4, random_fp4
 from near import PLACES, assert_near
+from sizes import WEIGHTS
 
 from limelight.ops import thin
 from limelight.ops.activation import swiglu, swiglu_fp32
@@ -19,29 +21,15 @@ EPS = 1e-3
 # Rows and columns: of one block, off every tile, of several tiles, of a row of Beam's.
 SHAPES = [(6, 16), (100, 192), (22, 1280), (10, 2048), (6, 5120)]
 
-# Weights as the models have them: Flint's, and those of one of eight ranks of Beam.
-REAL = {
-    "flint qkv": (5120, 2048),
-    "flint o": (2048, 4096),
-    "flint gate_up": (12288, 2048),
-    "flint shared gate_up": (2048, 2048),
-    "flint down": (2048, 6144),
-    "flint head": (150144, 2048),
-    "beam qkvg": (1792, 5120),
-    "beam o": (5120, 768),
-    "beam gate_up": (5120, 5120),
-    "beam down": (5120, 2560),
-}
-
 pytestmark = pytest.mark.usefixtures("poisoned")
 places = pytest.mark.parametrize("place", PLACES)
 shapes = pytest.mark.parametrize("shape", SHAPES, ids="{0[0]}x{0[1]}".format)
 
 
 def compile_cases() -> list[Case]:
-    cases = [Case(f"T1 {name}", call_of(name, REAL[name]), decode=True) for name in REAL]
+    cases = [Case(f"T1 {name}", call_of(name, WEIGHTS[name]), decode=True) for name in WEIGHTS]
     for rows in [4, 8]:
-        for name, shape in REAL.items():
+        for name, shape in WEIGHTS.items():
             fp32 = False if "gate_up" in name else None
             args = meta(rows, shape[1]), meta_fp4(*shape)
             call = partial(thin.few_rows, *args, fp32=fp32)
@@ -49,7 +37,7 @@ def compile_cases() -> list[Case]:
     cases += [
         Case(f"T{rows} moe D{size[0]}", experts_of(rows, *size), decode=True)
         for rows in [1, 4, 8]
-        for size in EXPERTS_OF_MODELS
+        for size in sizes.EXPERTS
     ]
     return cases
 
@@ -181,19 +169,19 @@ def test_other_products_are_left_to_another_kernel(rows, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("rows", [2, 8], ids="T{}".format)
 def test_a_few_rows_and_the_sizes_of_the_models_are_right_too(rows, name):
-    shape, place = REAL[name], ("cuda", torch.bfloat16)
+    shape, place = WEIGHTS[name], ("cuda", torch.bfloat16)
     x_TF, weight_DF = rows_of(rows, shape[1], place), weight_of(shape, place)
     y_TD = thin.few_rows(x_TF, weight_DF)
     assert_rows_near(y_TD, product(x_TF, weight_DF), weight_DF.rows, dtype=place[1])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_the_sizes_of_the_models_are_right_too(name):
-    shape, place = REAL[name], ("cuda", torch.bfloat16)
+    shape, place = WEIGHTS[name], ("cuda", torch.bfloat16)
     h_1D, norm_D = rows_of(1, shape[1], place), norm_of(shape[1], place)
     weight_ND = weight_of(shape, place)
     sum_1D, y_1N = thin.one_row(h_1D, h_1D, norm_D, weight_ND, eps=EPS)
@@ -210,11 +198,6 @@ EXPERTS = [
     (3, 48, 12, 3, 48, 0, True, 2.5),
     (8, 80, 6, 2, 16, 16, False, 2.5),
     (1, 1040, 3, 2, 16, 16, True, 1.0),
-]
-EXPERTS_OF_MODELS = [
-    (2048, 256, 6, 512, 1024, False, 1.0),
-    (5120, 256, 8, 320, 0, True, 2.5),
-    (192, 8, 2, 64, 192, False, 1.0),
 ]
 KINDS = ["fp4", "plain"]
 IDS = "T{0[0]}-D{0[1]}-E{0[2]}-N{0[3]}-F{0[4]}-shared{0[5]}".format
@@ -240,7 +223,9 @@ def experts(case, place, *, shared: str = "fp4"):
 
 def check_experts(args, case, place):
     *_, fp32, scale = case
-    found_TD = few_moe(*args, fp32=fp32, scale=scale)
+    # What is of another kind is the op's to put apart.
+    form = moe.kernel if isinstance(args[5], torch.Tensor) else few_moe
+    found_TD = form(*args, fp32=fp32, scale=scale)
     assert found_TD.dtype == place[1]
     plain = (torch.float16, torch.bfloat16)
     exact = [a.float() if isinstance(a, torch.Tensor) and a.dtype in plain else a for a in args]
@@ -262,7 +247,7 @@ def test_the_shared_expert_may_be_of_another_kind(case, place):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 4, 8], ids="T{}".format)
 @pytest.mark.parametrize("shared", KINDS)
-@pytest.mark.parametrize("size", EXPERTS_OF_MODELS, ids="D{0[0]}".format)
+@pytest.mark.parametrize("size", sizes.EXPERTS, ids="D{0[0]}".format)
 def test_experts_of_the_models_are_summed_by_weight(size, shared, rows):
     place = ("cuda", torch.bfloat16)
     check_experts(experts((rows, *size), place, shared=shared), (rows, *size), place)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
+from sizes import WEIGHTS
 
 from limelight.ops import linear
 from limelight.ops.activation import swiglu, swiglu_fp32
@@ -15,20 +16,6 @@ ROWS = [1, 5, 11, 40]
 # Rows and columns: off every tile, of no 16 bytes, of several tiles.
 SHAPES = [(100, 192), (36, 130), (24, 1280)]
 
-# Weights as the models have them: Flint's, and those of one of eight ranks of Beam.
-REAL = {
-    "flint qkv": (5120, 2048),
-    "flint o": (2048, 4096),
-    "flint gate_up": (12288, 2048),
-    "flint down": (2048, 6144),
-    "flint head": (150144, 2048),
-    "beam qkvg": (1792, 5120),
-    "beam o": (5120, 768),
-    "beam gate_up": (5120, 5120),
-    "beam down": (5120, 2560),
-    "beam head": (18992, 5120),
-}
-
 pytestmark = pytest.mark.usefixtures("poisoned")
 places = pytest.mark.parametrize("place", PLACES)
 rows = pytest.mark.parametrize("rows", ROWS, ids="T{}".format)
@@ -36,11 +23,11 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids="{0[0]}x{0[1]}".format)
 
 
 def compile_cases() -> list[Case]:
-    cases = [(name, 1) for name in REAL]
-    cases += [(name, 4) for name in REAL if not name.endswith("head")]
+    cases = [(name, 1) for name in WEIGHTS]
+    cases += [(name, 4) for name in WEIGHTS if not name.endswith("head")]
     cases += [("flint o", 16), ("flint gate_up", 24)]
     return [
-        Case(f"T{rows} {name}", call_of(name, rows, REAL[name]), decode=True)
+        Case(f"T{rows} {name}", call_of(name, rows, WEIGHTS[name]), decode=True)
         for name, rows in cases
     ]
 
@@ -170,10 +157,10 @@ def test_no_rows_are_no_rows(place):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 128, 200], ids="T{}".format)
 def test_the_sizes_of_the_models_are_right_too(rows, name):
-    shape, place = REAL[name], ("cuda", torch.bfloat16)
+    shape, place = WEIGHTS[name], ("cuda", torch.bfloat16)
     h_TD, norm_D, weight_ND = (
         rows_of(rows, shape[1], place), norm_of(shape[1], place), weight_of(shape, place)
     )  # fmt: skip
