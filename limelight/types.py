@@ -141,6 +141,34 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an answer may be: `tag` is a structural tag of xgrammar, as JSON text.
+
+    It holds from the first token, or `after_reasoning` from where reasoning has ended, which takes
+    the request's `reasoning` to know.
+    """
+
+    tag: str
+    after_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """How reasoning begins and ends in token ids, where the prompt leaves it, and its budget.
+
+    `starts` and `ends` are sequences of ids, any of which begins or ends it. Once `budget` tokens
+    of reasoning were made (`num_tokens` of them in the prompt), `forced_end` is what follows.
+    """
+
+    starts: list[list[int]]
+    ends: list[list[int]]
+    is_open: bool
+    num_tokens: int = 0
+    budget: int | None = None
+    forced_end: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate: a request with `n` choices reaches the engine as n of these.
 
@@ -154,6 +182,8 @@ class Request:
     max_tokens: int
     seed: int
     bad_words: list[list[int]] = field(default_factory=list)
+    constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
     priority: int = 0  # a lower number goes first
     cache_salt: str = ""
     arrival: float = 0.0
