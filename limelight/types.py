@@ -46,12 +46,34 @@ MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must be, by one of these; names as vLLM's.
+
+    `json` is a schema, as an object or as its text, and `json_object` any object at all.
+    """
+
+    json: str | dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, object] | None = None
+
+    @property
+    def given(self) -> dict[str, object]:
+        """What is set, by its name."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end; names and defaults as vLLM's.
 
     `logprobs=n` reports the n likeliest tokens beside the chosen one (0: the chosen one alone,
     -1: the whole vocabulary). Log-probabilities are those of the model, before penalties, masks
     and temperature. `stop` and `bad_words` are texts; the front turns `bad_words` into ids.
+    `structured_outputs` is for `LLM`, which makes a `Constraint` of it.
     """
 
     n: int = 1
@@ -75,6 +97,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         _check_integer("n", self.n, 1, MAX_CHOICES)
@@ -98,6 +121,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _check_integer(name, count, -1, MAX_TOKENS)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                "structured_outputs must be StructuredOutputsParams", param="structured_outputs"
+            )
         self._check_lists()
 
     def _check_lists(self):
@@ -145,24 +172,29 @@ class Constraint:
     """What an answer may be: `tag` is a structural tag of xgrammar, as JSON text.
 
     It holds from the first token, or `after_reasoning` from where reasoning has ended, which takes
-    the request's `reasoning` to know.
+    the request's `reasoning` to know. `marks` are tokens that are no text: the spelling of one in
+    the tag does not allow it, only its id in a format `token` does.
     """
 
     tag: str
     after_reasoning: bool = False
+    # For a vocabulary given to xgrammar with a byte 0xff before these tokens, which no text has.
+    marks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
     """How reasoning begins and ends in token ids, where the prompt leaves it, and its budget.
 
-    `starts` and `ends` are sequences of ids, any of which begins or ends it. Once `budget` tokens
-    of reasoning were made (`num_tokens` of them in the prompt), `forced_end` is what follows.
+    `starts` and `ends` are sequences of ids, any of which begins or ends it; `ends_kept` end it too
+    and belong to what follows, such as the opener of a call. Once `budget` tokens of reasoning were
+    made (`num_tokens` of them in the prompt), `forced_end` is what follows.
     """
 
     starts: list[list[int]]
     ends: list[list[int]]
     is_open: bool
+    ends_kept: list[list[int]] = field(default_factory=list)
     num_tokens: int = 0
     budget: int | None = None
     forced_end: list[int] = field(default_factory=list)
@@ -280,7 +312,8 @@ class Sampled:
     """What one grant gave: tokens where it samples, log-probabilities where they were asked for.
 
     `prompt_logprobs` are those of positions start + 1 .. start + num_tokens as far as the prompt
-    goes. `error` ends this sequence alone.
+    goes. `error` ends this sequence alone. With `is_whole` there is no token: the constraint is
+    fulfilled and lets nothing follow.
     """
 
     slot: int
@@ -288,6 +321,7 @@ class Sampled:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +336,8 @@ class Output:
     """News of one request: the tokens of one step, and the reason if these were its last.
 
     `prompt_logprobs` starts with None (nothing predicts the first token) and comes once, whole.
-    `stop_reason` is the stop token's id, or None for an end-of-sequence token.
+    `stop_reason` is the stop token's id, or None for an end-of-sequence token. With finish_reason
+    "error", `error` tells what failed, and `refused` instead what is wrong with the request.
     """
 
     request_id: str
@@ -312,6 +347,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: str | None = None
     num_cached: int = 0
     queued_seconds: float = 0.0  # from arrival to the first grant
 

@@ -1,4 +1,7 @@
-"""The loop: schedule -> run -> settle. Knows no torch, no text and no process."""
+"""The loop: schedule -> run -> settle. Knows no torch, no text and no process.
+
+A request with a constraint waits outside the scheduler until its grammar is there.
+"""
 
 import logging
 from collections.abc import Iterable
@@ -21,6 +24,8 @@ from limelight.types import (
 )
 
 logger = logging.getLogger(__name__)
+# With nothing to do but to wait for a grammar, a step takes no longer than this.
+SECONDS_OF_WAITING = 0.005
 
 
 class Launched(Protocol):
@@ -33,6 +38,33 @@ class Runner(Protocol):
     """What starts a plan: `ModelRunner`, or a scripted one in tests."""
 
     def launch(self, plan: StepPlan) -> Launched: ...
+
+
+class Decided(Protocol):
+    """A request whose grammar is there, or why it has none."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def refused(self) -> str | None: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class Grammars(Protocol):
+    """What compiles constraints meanwhile: that of `engine/grammar.py`, or a scripted one."""
+
+    def ask(self, request: Request) -> None: ...
+
+    def decided(self, *, seconds: float) -> Iterable[Decided]: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +90,11 @@ class Engine:
         *,
         eos_token_ids: list[int],
         overlap: bool = False,
+        grammars: Grammars | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
+        self.grammars = grammars
+        self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -67,32 +102,48 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.under_way is not None
+        return self.scheduler.has_work or self.under_way is not None or bool(self.compiling)
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs[request.id] = [None]
-        self.scheduler.add(Sequence(request))
+        if request.constraint is None:
+            self.scheduler.add(Sequence(request))
+            return
+        if self.grammars is None:
+            raise ValueError(f"request {request.id!r} has a constraint, which nobody compiles here")
+        self.compiling[request.id] = request
+        self.grammars.ask(request)
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request at once; its last output, or None if it is not here any more."""
-        if self.scheduler.abort(request_id) is None:
+        compiling = self.compiling.pop(request_id, None)
+        if compiling is None and self.scheduler.abort(request_id) is None:
             return None
-        self.prompt_logprobs.pop(request_id, None)
+        self._forget(request_id)
         return Output(request_id=request_id, token_ids=[], finish_reason="abort")
 
     def stats(self) -> EngineStats:
-        return EngineStats(**self.scheduler.stats(), steps=self.steps, step_tokens=self.step_tokens)
+        """The state after a step; who waits for a grammar waits."""
+        stats = self.scheduler.stats()
+        stats["waiting"] += len(self.compiling)
+        stats["waiting_tokens"] += sum(len(r.prompt_token_ids) for r in self.compiling.values())
+        return EngineStats(**stats, steps=self.steps, step_tokens=self.step_tokens)
+
+    def close(self) -> None:
+        """End what works beside the steps."""
+        if self.grammars is not None:
+            self.grammars.close()
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on.
 
         Raises `DeviceLost` when no later step could do better.
         """
+        outputs = self._take_grammars()
         plan = self.scheduler.schedule()
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
-        outputs: list[Output] = []
         step = None
         if plan.grants:
             try:
@@ -106,6 +157,36 @@ class Engine:
         if self.overlap:
             step, self.under_way = self.under_way, step
         return outputs + self._settle_all(step) if step is not None else outputs
+
+    def _take_grammars(self) -> list[Output]:
+        """Queue the requests whose grammars are there by now; what is told to those without."""
+        outputs: list[Output] = []
+        if self.grammars is None or not self.compiling:
+            return outputs
+        idle = not self.scheduler.has_work and self.under_way is None
+        for decided in self.grammars.decided(seconds=SECONDS_OF_WAITING if idle else 0.0):
+            request = decided.request
+            del self.compiling[request.id]
+            if decided.refused is None and decided.error is None:
+                self.scheduler.add(Sequence(request))
+                continue
+            self._forget(request.id)
+            outputs.append(
+                Output(
+                    request_id=request.id,
+                    token_ids=[],
+                    finish_reason="error",
+                    error=decided.error,
+                    refused=decided.refused,
+                )
+            )
+        return outputs
+
+    def _forget(self, request_id: str) -> None:
+        """Let go of what is kept for a request while it lives."""
+        self.prompt_logprobs.pop(request_id, None)
+        if self.grammars is not None:
+            self.grammars.forget(request_id)
 
     def _settle_all(self, step: Step) -> list[Output]:
         """Wait for a step; sequences that ended while it ran are passed by."""
@@ -130,7 +211,7 @@ class Engine:
     def _fail(self, sequence: Sequence, error: str) -> Output:
         self.scheduler.fail(sequence)
         request_id = sequence.request.id
-        self.prompt_logprobs.pop(request_id, None)
+        self._forget(request_id)
         return Output(request_id=request_id, token_ids=[], finish_reason="error", error=error)
 
     def _settle(self, sequence: Sequence, grant: Grant, sampled: Sampled) -> Output | None:
@@ -149,14 +230,18 @@ class Engine:
         first = not sequence.output_token_ids
         sequence.output_token_ids += sampled.token_ids
         finish_reason, stop_reason = self._end(sequence)
+        if sampled.is_whole:
+            finish_reason, stop_reason = "stop", None
+        prompt_logprobs = self.prompt_logprobs.pop(request.id, None) if first else None
         if finish_reason is not None:
             self.scheduler.finish(sequence)
+            self._forget(request.id)
         started = sequence.first_scheduled or request.arrival
         return Output(
             request_id=request.id,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            prompt_logprobs=self.prompt_logprobs.pop(request.id, None) if first else None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached=sequence.num_cached,

@@ -96,6 +96,8 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
 
     started = start_engine(config, Progress(reporter.progress))
     engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
+    if engine.grammars is not None:
+        engine.grammars.start()
     # What the start has made stays for good: a collection in a step need not walk through it.
     gc.collect()
     gc.freeze()

@@ -14,6 +14,8 @@ from limelight.cache.storage import BlockShape, KVStorage
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig
 from limelight.engine.engine import Engine
+from limelight.engine.grammar import Grammars
+from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.scheduler import Scheduler
 from limelight.models.beam import BeamConfig
@@ -35,6 +37,7 @@ from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
 from limelight.runner.runner import ModelRunner
+from limelight.text.tokenizer import Tokenizer
 from limelight.types import Admission, Grant, ModelInfo, Request, SamplingParams, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -232,6 +235,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     )
     storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device, scales_L2=scales_L2)
     ends = stop_tokens(found)
+    grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner = ModelRunner(
         model,
         storage,
@@ -239,6 +243,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         eos_token_ids=ends,
+        grammars=grammars.of_request,
     )
     warm_up(runner, plan, progress)
     if device.type == "cuda" and not config.enforce_eager:
@@ -269,8 +274,17 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
-    engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap)
+    engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap, grammars=grammars)
     return Started(engine, info, plan, found.weights, device.type == "cuda")
+
+
+def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocabulary:
+    """The tokens as xgrammar takes them; `ValueError` for a model without a tokenizer."""
+    source = config.text_source
+    folder = found.weights if source == config.model else locate(source, weights=False)
+    tokenizer = Tokenizer.load(folder)
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    return Vocabulary(tokens, found.shape.vocab_size, ends)
 
 
 def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:

@@ -1,8 +1,9 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from limelight.ops.sample import sample
 from limelight.progress import Progress
 from limelight.runner.graphs import DecodeGraphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors
-from limelight.runner.sampler import Choice, Sampler, token_logprobs, uniform
+from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs, uniform
 from limelight.types import (
     Admission,
     DeviceLost,
@@ -26,6 +27,9 @@ from limelight.types import (
     StepResult,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    import xgrammar
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
@@ -103,10 +107,11 @@ class Launched:
             return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
         return Sampled(
             slot=grant.slot,
-            token_ids=[choice.token_id] if choice.error is None else [],
+            token_ids=[choice.token_id] if choice.error is None and not choice.is_whole else [],
             logprobs=[choice.logprobs] if choice.logprobs else None,
             prompt_logprobs=prompt_logprobs,
             error=choice.error,
+            is_whole=choice.is_whole,
         )
 
 
@@ -122,6 +127,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: list[int],
+        grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
     ):
         self.model, self.storage = model, storage
         self.device = storage.pool.device
@@ -142,7 +148,10 @@ class ModelRunner:
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
-            vocab_size=model.head.outputs, eos_token_ids=eos_token_ids, device=self.device
+            vocab_size=model.head.outputs,
+            eos_token_ids=eos_token_ids,
+            device=self.device,
+            grammars=grammars,
         )
         self.graphs: DecodeGraphs | None = None
 

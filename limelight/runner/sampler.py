@@ -1,20 +1,31 @@
-"""Logits -> tokens: bans, bias and penalties, temperature, min-p, top-k, top-p, seeds, logprobs.
+"""Logits -> tokens: constraints, bans, bias and penalties, temperature, min-p, top-k, top-p, seeds.
 
 A slot's rules are set when its sequence is admitted and hold nothing of the slot's former user.
 The random number of a token depends on its seed and position alone: not on slot, step, batch or
 preemption.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from limelight.ops.sample import GREEDY_BELOW, invert, sample
+from limelight.runner.grammar import Guide, Masks
 from limelight.types import Request, SamplingParams, TokenLogprobs
 
+if TYPE_CHECKING:
+    import xgrammar
+
+NO_GRAMMARS: "Mapping[str, xgrammar.CompiledGrammar]" = MappingProxyType({})
 MASK64 = (1 << 64) - 1
 
 
+# Where the host chooses, a step asks twice for each of its numbers.
+@lru_cache(maxsize=1024)
 def uniform(seed: int, position: int) -> float:
     """A number of [0, 1) for one token: SplitMix64 (Steele, Lea and Flood, 2014) of both."""
     x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & MASK64
@@ -44,7 +55,8 @@ class Rules:
     history: History | None = None
     allowed_V: torch.Tensor | None = None  # bool
     bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, values
-    plain: bool = field(init=False)  # whether the logits are used as they are
+    guide: Guide | None = None
+    plain: bool = field(init=False)  # whether the logits are used as they are, but for a guide
 
     def __post_init__(self):
         params = self.request.params
@@ -57,13 +69,22 @@ class Rules:
         )
 
     @property
+    def shifts(self) -> bool:
+        """Whether `apply` has something to do, which it may at any time for a guide."""
+        guide = self.guide
+        return not self.plain or (
+            guide is not None and (guide.forced is not None or bool(guide.banned))
+        )
+
+    @property
     def greedy(self) -> bool:
         return self.request.params.temperature < GREEDY_BELOW
 
     @property
     def on_device(self) -> bool:
         """Whether the model's logits alone decide, so that the device can choose by itself."""
-        return self.plain and not self.truncated and self.request.params.logprobs is None
+        unguided = self.plain and self.guide is None
+        return unguided and not self.truncated and self.request.params.logprobs is None
 
     @property
     def truncated(self) -> bool:
@@ -72,7 +93,7 @@ class Rules:
         return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     def apply(self, logits_V: torch.Tensor) -> None:
-        """Ban, shift and penalize, in place."""
+        """Ban, shift and penalize, in place; a budget that is used up goes before all else."""
         params = self.request.params
         if self.allowed_V is not None:
             logits_V.masked_fill_(~self.allowed_V, float("-inf"))
@@ -86,6 +107,12 @@ class Rules:
                 logits_V[word[-1]] = float("-inf")
         if self.history is not None:
             self._penalize(logits_V, self.history)
+        if self.guide is not None:
+            if banned := self.guide.banned:
+                logits_V[banned] = float("-inf")
+            if (forced := self.guide.forced) is not None:
+                logits_V.fill_(float("-inf"))
+                logits_V[forced] = 0.0
 
     def _penalize(self, logits_V: torch.Tensor, history: History) -> None:
         params = self.request.params
@@ -99,26 +126,44 @@ class Rules:
 
     def record(self, token_id: int) -> None:
         self.output.append(token_id)
+        if self.guide is not None:
+            self.guide.accept(token_id)
         if self.history is not None:
             self.history.counts_V[token_id] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one row gave: a token, its log-probabilities if asked for, or why there is none."""
+    """What one row gave: a token, its log-probabilities if asked for, or why there is none.
+
+    `is_whole`: no token may follow, and the constraint asks for none.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_whole: bool = False
 
 
 class Sampler:
-    """Chooses the next token of each row by the rules of its slot."""
+    """Chooses the next token of each row by the rules of its slot.
 
-    def __init__(self, *, vocab_size: int, eos_token_ids: list[int], device: torch.device):
+    `grammars` has the compiled constraint of each request that has one, by its id, as long as the
+    request lives.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+        grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+    ):
         self.vocab_size, self.device = vocab_size, device
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids, self.grammars = eos_token_ids, grammars
         self.rules: dict[int, Rules] = {}
+        self._masks: Masks | None = None
 
     def admit(self, slot: int, request: Request, output: list[int]) -> None:
         """Set the rules of a slot; nothing of its former user stays."""
@@ -133,7 +178,15 @@ class Sampler:
             history=self._history(request, output) if params.needs_history else None,
             allowed_V=self._members(params.allowed_token_ids) if params.allowed_token_ids else None,
             bias=self._bias(params.logit_bias) if params.logit_bias else None,
+            guide=self._guide(request, output),
         )
+
+    def _guide(self, request: Request, output: list[int]) -> Guide | None:
+        budget = None if request.reasoning is None else request.reasoning.budget
+        if request.constraint is None and budget is None:
+            return None
+        grammar = None if request.constraint is None else self.grammars[request.id]
+        return Guide(request, grammar, eos_token_ids=self.eos_token_ids, output=output)
 
     def _members(self, token_ids: list[int]) -> torch.Tensor:
         members_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
@@ -182,19 +235,34 @@ class Sampler:
     ) -> Choice:
         if best != best:
             return Choice(0, error="the model's logits are not numbers")
+        guide = rule.guide
         if best == float("-inf"):
+            if guide is not None and guide.is_whole:
+                return Choice(0, is_whole=True)
             return Choice(0, error="no token is allowed here")
         rule.record(token_id)
+        if guide is not None and guide.error is not None:
+            return Choice(0, error=guide.error)
         return Choice(token_id, logprobs)
 
     def _processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
-        if all(rule.plain for rule in rules):
+        rows = [r for r, rule in enumerate(rules) if rule.shifts]
+        guided = {r: rule.guide for r, rule in enumerate(rules) if rule.guide is not None}
+        guided = {r: guide for r, guide in guided.items() if guide.needs_mask}
+        if not rows and not guided:
             return logits_RV
         processed_RV = logits_RV.clone()
-        for logits_V, rule in zip(processed_RV, rules, strict=True):
-            if not rule.plain:
-                rule.apply(logits_V)
+        if guided:
+            self._mask(processed_RV, guided)
+        for r in rows:
+            rules[r].apply(processed_RV[r])
         return processed_RV
+
+    def _mask(self, logits_RV: torch.Tensor, guided: dict[int, Guide]) -> None:
+        """Leave the rows of some guides, in place, what their grammars allow."""
+        if self._masks is None:
+            self._masks = Masks(vocab_size=self.vocab_size, device=self.device)
+        self._masks.apply(logits_RV, list(guided), self._masks.fill(list(guided.values())))
 
     def _draw(
         self, logits_RV: torch.Tensor, params: list[SamplingParams], numbers: list[float]

@@ -1,0 +1,259 @@
+"""The process in which constraints are tried before the engine compiles them.
+
+What a user sends may take for ever to compile, or for ever to follow, or all memory. So each is
+compiled and followed for some tokens in a fork of this process, which has limits and can be killed;
+only what does well there comes near the engine. Frames of msgpack go over standard input and
+output; when the input closes, this process and its forks end.
+"""
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import numpy as np
+
+from limelight.runner.grammar import TOO_SLOW
+
+if TYPE_CHECKING:
+    import xgrammar
+
+SECONDS_OF_TRIAL = 1.5
+BYTES_OF_TRIAL = 512 * 2**20
+AT_ONCE = 4
+# Following a grammar is tried with this many tokens, for at most so many CPU seconds.
+TRIED_TOKENS, SECONDS_OF_FOLLOWING = 96, 0.5
+# A token of a harmless grammar takes up to 5 ms (150,000 tokens, strings of bounded length); what
+# takes longer this early grows with each token, by and by to seconds.
+SECONDS_OF_TOKEN = 0.02
+# What xgrammar says begins with the time and the place in its source.
+PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*\) is false: )?")
+LONGEST_REASON = 500
+HEADER = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The bytes of each token of a tokenizer, how many a model has, and which end its answers."""
+
+    tokens: list[bytes]
+    size: int
+    ends: list[int]
+
+    def compiler(self, marks: list[int]) -> "xgrammar.GrammarCompiler":
+        """A compiler to which the tokens `marks` are no text: no text has a byte 0xff."""
+        import xgrammar
+
+        tokens = list(self.tokens[: self.size])
+        for mark in marks:
+            tokens[mark] = b"\xff" + tokens[mark]
+        info = xgrammar.TokenizerInfo(
+            tokens, xgrammar.VocabType.RAW, vocab_size=self.size, stop_token_ids=self.ends
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A tag to try."""
+
+    number: int
+    tag: str
+    marks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial: nothing wrong, or what is."""
+
+    number: int
+    refused: str | None = None
+
+
+@dataclass(slots=True)
+class Fork:
+    """A trial under way in a process of its own, and the pipe on which it tells its verdict."""
+
+    number: int
+    pid: int
+    pipe: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Frames:
+    """Cuts what comes on a pipe into frames: a length, then as many bytes."""
+
+    data: bytearray = field(default_factory=bytearray)
+
+    def push(self, data: bytes) -> list[bytes]:
+        self.data += data
+        frames = []
+        while len(self.data) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self.data)[0]
+            if len(self.data) < end:
+                break
+            frames.append(bytes(self.data[HEADER.size : end]))
+            del self.data[:end]
+        return frames
+
+
+def frame(message: object) -> bytes:
+    """A message, ready for the pipe."""
+    data = msgspec.msgpack.encode(message)
+    return HEADER.pack(len(data)) + data
+
+
+class Trials:
+    """Takes trials in the order in which they come, some at once."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.waiting: list[Trial] = []
+        self.forks: dict[int, Fork] = {}  # by pipe
+        self.compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
+
+    def begin(self) -> None:
+        """Start what may start."""
+        while self.waiting and len(self.forks) < AT_ONCE:
+            trial = self.waiting.pop(0)
+            # One model has a set of marks or two; a fork finds their compiler made.
+            marks = tuple(sorted(set(trial.marks)))
+            if marks not in self.compilers:
+                self.compilers[marks] = self.vocabulary.compiler(list(marks))
+            out, into = os.pipe()
+            if (pid := os.fork()) == 0:
+                _run(into, self.compilers[marks], trial.tag, self.vocabulary.ends)
+            os.close(into)
+            deadline = time.monotonic() + SECONDS_OF_TRIAL
+            self.forks[out] = Fork(trial.number, pid, out, deadline)
+
+    def end(self, fork: Fork, *, in_time: bool) -> Verdict:
+        """The verdict on a fork that has told it, has died, or has to be ended."""
+        said = os.read(fork.pipe, 65536) if in_time else b""
+        os.kill(fork.pid, signal.SIGKILL)
+        os.waitpid(fork.pid, 0)
+        os.close(fork.pipe)
+        del self.forks[fork.pipe]
+        if not in_time:
+            return Verdict(
+                fork.number, f"it takes more than {SECONDS_OF_TRIAL} s to compile and try"
+            )
+        if not said:
+            return Verdict(fork.number, "it takes too much memory to compile")
+        return Verdict(fork.number, json.loads(said))
+
+    def wait(self, source: int) -> tuple[bool, list[Verdict]]:
+        """Wait for news: whether `source` has something to read, and what has been decided."""
+        soonest = min((fork.deadline for fork in self.forks.values()), default=None)
+        seconds = None if soonest is None else max(0.0, soonest - time.monotonic())
+        ready, _, _ = select.select([source, *self.forks], [], [], seconds)
+        verdicts = [self.end(self.forks[pipe], in_time=True) for pipe in ready if pipe != source]
+        late = [fork for fork in self.forks.values() if fork.deadline <= time.monotonic()]
+        return source in ready, verdicts + [self.end(fork, in_time=False) for fork in late]
+
+
+def _run(pipe: int, compiler: "xgrammar.GrammarCompiler", tag: str, ends: list[int]) -> NoReturn:
+    """All that a fork does: it tells the verdict, and runs nothing of its parent's."""
+    try:
+        os.write(pipe, json.dumps(_try(compiler, tag, ends)).encode())
+    finally:
+        os._exit(0)
+
+
+def _try(compiler: "xgrammar.GrammarCompiler", tag: str, ends: list[int]) -> str | None:
+    """What is wrong with a tag."""
+    _limit_memory()
+    os.nice(5)
+    try:
+        return _follow(compiler.compile_structural_tag(tag), ends)
+    except MemoryError:
+        return "it takes too much memory to compile"
+    except Exception as error:  # the library raises whatever it meets
+        return PLACE.sub("", str(error)).strip()[:LONGEST_REASON] or type(error).__name__
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + BYTES_OF_TRIAL
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # If this process's parent is killed, no one else ends it.
+    seconds = int(2 * SECONDS_OF_TRIAL) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+
+
+def _follow(grammar: "xgrammar.CompiledGrammar", ends: list[int]) -> str | None:
+    """What is wrong with a grammar that compiles: some take for ever to be followed."""
+    import xgrammar
+
+    vocab_size = grammar.tokenizer_info.vocab_size
+    bits_1V, left = xgrammar.allocate_token_bitmask(1, vocab_size), SECONDS_OF_FOLLOWING
+    rng, matcher, token_id = np.random.default_rng(0), xgrammar.GrammarMatcher(grammar), None
+    for _ in range(TRIED_TOKENS):
+        started = time.thread_time()
+        if token_id is not None:
+            matcher.accept_token(token_id)
+        matcher.fill_next_token_bitmask(bits_1V)
+        seconds = time.thread_time() - started
+        if seconds > SECONDS_OF_TOKEN:
+            return TOO_SLOW
+        bits_V = np.unpackbits(bits_1V.numpy().view(np.uint8)[0], bitorder="little")
+        bits_V[ends] = 0
+        allowed = bits_V[:vocab_size].nonzero()[0]
+        if token_id is None and not len(allowed):
+            return None if matcher.is_completed() else "no answer at all could fulfil it"
+        left -= seconds
+        if left < 0:
+            break
+        token_id = int(allowed[rng.integers(len(allowed))]) if len(allowed) else None
+        if token_id is None:
+            matcher.reset()
+    return None
+
+
+def main() -> int:
+    """Entry: the vocabulary comes first, then trials."""
+    # The parent decides when to end, also when a terminal sends its interrupt to both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    source, sink = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
+    # Libraries that print must not disturb the frames.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    frames, trials = Frames(), None
+    while True:
+        readable = True
+        if trials is not None:
+            readable, verdicts = trials.wait(source)
+            for verdict in verdicts:
+                _write(sink, frame(verdict))
+        if readable:
+            data = os.read(source, 2**16)
+            if not data:
+                break
+            for message in frames.push(data):
+                if trials is None:
+                    trials = Trials(msgspec.msgpack.decode(message, type=Vocabulary))
+                else:
+                    trials.waiting.append(msgspec.msgpack.decode(message, type=Trial))
+        if trials is not None:
+            trials.begin()
+    for fork in trials.forks.values() if trials is not None else ():
+        os.kill(fork.pid, signal.SIGKILL)
+    return 0
+
+
+def _write(sink: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(sink, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What leads a sequence beside its parameters: a constraint, a budget of thoughts.
+
+A constraint is a grammar that xgrammar has compiled for the vocabulary; its matcher follows the
+tokens and tells which may come next. After the last token of the grammar only one that ends the
+answer may come; where none may, the answer is whole without one.
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from limelight.runner.thoughts import Thoughts
+from limelight.types import Request
+
+# It takes a second to import, which the first constraint pays for and no start.
+if TYPE_CHECKING:
+    import xgrammar
+
+# A grammar that takes longer for one token (CPU seconds) would hold up everyone's step.
+SECONDS_OF_TOKEN = 0.05
+# From this size on, the masks of several rows are worth a few threads.
+LARGE_VOCABULARY = 32_768
+MOST_THREADS = 8
+TOO_SLOW = "what the constraint allows next takes too long to find; a simpler one would do"
+
+
+class Guide:
+    """Follows one sequence; `error` tells what ends it at once.
+
+    While the constraint waits for the end of reasoning, it lets everything come but what would end
+    reasoning with something that it cannot begin with: the answer's end, or a kept end.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        grammar: "xgrammar.CompiledGrammar | None",
+        *,
+        eos_token_ids: list[int],
+        output: list[int],
+    ):
+        params, constraint, reasoning = request.params, request.constraint, request.reasoning
+        self.error: str | None = None
+        self.has_ended = False
+        self._eos = eos_token_ids
+        self._ignores_eos = params.ignore_eos
+        self._stops = list(params.stop_token_ids or [])
+        self._ends = frozenset(self._stops + ([] if params.ignore_eos else eos_token_ids))
+        self.thoughts = None if reasoning is None else Thoughts(reasoning, request.prompt_token_ids)
+        self.matcher = None if grammar is None else _matcher(grammar)
+        assert constraint is None or self.matcher is not None, "its grammar is not there"
+        waits = constraint is not None and constraint.after_reasoning
+        assert self.thoughts is not None or not waits, "when does it begin?"
+        self._waits = waits and self.thoughts is not None and self.thoughts.is_open
+        self._barred: list[list[int]] = []
+        if self._waits and self.matcher is not None and reasoning is not None:
+            self._barred = [end for end in reasoning.ends_kept if not self._may_begin(end)]
+            if not self.matcher.is_completed() and not params.ignore_eos:
+                self._barred += [[token_id] for token_id in eos_token_ids]
+        for token_id in output:
+            self.accept(token_id)
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, whatever else is said."""
+        return None if self.thoughts is None or self.has_ended else self.thoughts.forced
+
+    @property
+    def banned(self) -> list[int]:
+        """The tokens that may not come next, beside those that the mask leaves out."""
+        if not self._waits or self.thoughts is None:
+            return []
+        return [end[-1] for end in self._barred if self.thoughts.completes(end)]
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the grammar has a say in the next token."""
+        active = self.matcher is not None and not self._waits and not self.has_ended
+        return active and self.error is None and self.forced is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer may end here."""
+        return self.needs_mask and self.matcher is not None and self.matcher.is_completed()
+
+    def finish_mask(self, mask_V: np.ndarray) -> None:
+        """Let the request's own ends take the place of the model's in a mask of one bit a token."""
+        if not (self._ignores_eos or self._stops):
+            return
+        if self._ignores_eos:
+            for token_id in self._eos:
+                mask_V[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        if self._stops and self.is_whole:
+            for token_id in self._stops:
+                mask_V[token_id // 8] |= np.uint8(1 << token_id % 8)
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token; what comes behind the end is no part of the answer."""
+        if self.has_ended:
+            return
+        following = [token_id]
+        if self.thoughts is not None:
+            after = self.thoughts.feed(token_id)
+            if self._waits:
+                following, self._waits = after, self.thoughts.is_open
+        if token_id in self._ends:
+            self.has_ended = True
+        elif self.matcher is not None and not self._waits:
+            started = time.thread_time()
+            for accepted in following:
+                if not self.matcher.accept_token(accepted):
+                    self.error = f"the constraint does not allow the token {accepted} that came"
+            if time.thread_time() - started > SECONDS_OF_TOKEN:
+                self.error = TOO_SLOW
+
+    def _may_begin(self, token_ids: list[int]) -> bool:
+        """Whether the grammar can begin with these."""
+        assert self.matcher is not None
+        count = 0
+        while count < len(token_ids) and self.matcher.accept_token(token_ids[count]):
+            count += 1
+        self.matcher.rollback(count)
+        return count == len(token_ids)
+
+
+def _matcher(grammar: "xgrammar.CompiledGrammar") -> "xgrammar.GrammarMatcher":
+    import xgrammar
+
+    return xgrammar.GrammarMatcher(grammar)
+
+
+class Masks:
+    """The tokens that grammars allow, for all rows of a step at once."""
+
+    def __init__(self, *, vocab_size: int, device: torch.device):
+        import xgrammar
+
+        self.vocab_size, self.device = vocab_size, device
+        threads = min(MOST_THREADS, (os.cpu_count() or 1) // 2)
+        self._batch = xgrammar.BatchGrammarMatcher(
+            max_threads=max(1, threads if vocab_size >= LARGE_VOCABULARY else 1)
+        )
+        self._bits_RV = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32)
+        # What each byte of a mask adds to the logits of its eight tokens.
+        bits_B8 = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        self._added_B8 = torch.zeros(256, 8).masked_fill(bits_B8 == 0, float("-inf")).to(device)
+
+    def fill(self, guides: list[Guide]) -> torch.Tensor:
+        """Which tokens may come next, a bit each, on the device: uint8 [R, bytes].
+
+        The host's work alone: the device may still compute the logits meanwhile.
+        """
+        if len(guides) > len(self._bits_RV):
+            width = self._bits_RV.shape[1]
+            pinned = self.device.type == "cuda"
+            self._bits_RV = torch.zeros(len(guides), width, dtype=torch.int32, pin_memory=pinned)
+        bits_RV = self._bits_RV[: len(guides)]
+        matchers = [guide.matcher for guide in guides if guide.matcher is not None]
+        assert len(matchers) == len(guides)
+        started = time.perf_counter()
+        self._batch.batch_fill_next_token_bitmask(matchers, bits_RV)
+        if time.perf_counter() - started > SECONDS_OF_TOKEN:
+            self._find_slow(guides)
+        bytes_RV = bits_RV.view(torch.uint8)
+        for guide, mask_V in zip(guides, bytes_RV.numpy(), strict=True):
+            guide.finish_mask(mask_V)
+        return bytes_RV.to(self.device, non_blocking=True)
+
+    def apply(self, logits_RV: torch.Tensor, rows: list[int], bytes_RV: torch.Tensor) -> None:
+        """Set the logits of what may not come next to -inf, in place; row i of the masks is of row
+        `rows[i]`."""
+        # Several times faster than filling by a mask of booleans, on a CPU.
+        added_RV = self._added_B8.index_select(0, bytes_RV.flatten().int())
+        added_RV = added_RV.view(len(rows), -1)[:, : self.vocab_size]
+        if len(rows) == len(logits_RV):
+            logits_RV.add_(added_RV)
+        else:
+            logits_RV.index_add_(0, torch.tensor(rows, device=self.device), added_RV)
+
+    def _find_slow(self, guides: list[Guide]) -> None:
+        """Give those an error that alone take too long."""
+        scratch_1V = torch.zeros_like(self._bits_RV[:1])
+        for guide in guides:
+            assert guide.matcher is not None
+            started = time.thread_time()
+            guide.matcher.fill_next_token_bitmask(scratch_1V)
+            if time.thread_time() - started > SECONDS_OF_TOKEN:
+                guide.error = TOO_SLOW
