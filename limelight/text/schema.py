@@ -1,25 +1,126 @@
-"""How the schemas of a tool's parameters lead to each other."""
+"""How the parts of a JSON schema lead to each other, and what two schemas are together."""
+
+from urllib.parse import unquote
 
 UNIONS = ("anyOf", "oneOf", "allOf")
 MOST_SCHEMAS = 200  # that are looked at for the types of one value
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "example", "deprecated", "readOnly")
+    + ("writeOnly", "$comment", "$schema", "$id", "$anchor", "$defs", "definitions")
+)
+# Of two bounds the one that holds; of two lists what both have.
+HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+BOTH = ("items", "additionalProperties", "propertyNames")
+
+Schema = dict[str, object]
 
 
-def leads_to(schema: dict[str, object], root: object) -> list[object]:
+class Contradiction(Exception):
+    """A keyword that two schemas have and that cannot be made one."""
+
+
+def leads_to(schema: Schema, root: object) -> list[object]:
     """What a schema refers to within `root` (#/$defs/name), and what it chooses from or joins."""
     reference = schema.get("$ref")
-    found = [_referred(reference, root)] if isinstance(reference, str) else []
+    found = [referred(reference, root)] if isinstance(reference, str) else []
     for union in UNIONS:
         if isinstance(listed := schema.get(union), list):
             found += listed
     return found
 
 
-def _referred(reference: str, root: object) -> object:
+def referred(reference: str, root: object) -> object:
     """What a local reference points to; None for any other."""
-    if not reference.startswith("#"):
+    document, _, path = reference.partition("#")
+    if document or not reference or (path and not path.startswith("/")):
         return None
     found = root
-    for step in reference[1:].split("/")[1:]:
+    for step in unquote(path).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, dict) else None
+        if isinstance(found, list) and step.isascii() and step.isdigit() and len(step) < 6:
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
     return found
+
+
+def bare(schema: Schema) -> Schema:
+    """The schema without what asserts nothing."""
+    return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+
+
+def joined(first: object, second: object) -> object:
+    """What is valid by both; `Contradiction` names the keyword that cannot be joined."""
+    if first is False or second is False:
+        return False
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second if first is True else first
+    made = dict(first)
+    for key, value in second.items():
+        made[key] = _joined_keyword(key, made[key], value) if key in made else value
+    # A property of the one that the other does not list is one of the other's further properties.
+    if "properties" in made and {"additionalProperties"} & (first.keys() | second.keys()):
+        made["properties"] = {
+            key: _further(key, _further(key, value, first), second)
+            for key, value in _dict(made["properties"]).items()
+        }
+    return made
+
+
+def _further(key: str, schema: object, other: Schema) -> object:
+    if key in _dict(other.get("properties")) or "additionalProperties" not in other:
+        return schema
+    return joined(schema, other["additionalProperties"])
+
+
+def _joined_keyword(key: str, first: object, second: object) -> object:
+    if first == second and type(first) is type(second):
+        return first
+    if key in HIGHER + LOWER and _is_number(first) and _is_number(second):
+        assert isinstance(first, int | float) and isinstance(second, int | float)
+        return max(first, second) if key in HIGHER else min(first, second)
+    if key == "type":
+        return _joined_types(_list(first), _list(second))
+    if key == "enum" and isinstance(first, list) and isinstance(second, list):
+        return [value for value in first if any(same(value, other) for other in second)]
+    if key == "required" and isinstance(first, list) and isinstance(second, list):
+        return [*first, *(name for name in second if name not in first)]
+    if key == "properties" and isinstance(first, dict) and isinstance(second, dict):
+        both = {name: joined(first[name], second[name]) for name in first if name in second}
+        return first | second | both
+    if key in BOTH:
+        return joined(first, second)
+    raise Contradiction(key)
+
+
+def _joined_types(first: list[object], second: list[object]) -> list[object]:
+    """`integer` is a part of `number`."""
+    kept = [name for name in first if name in second]
+    for one, other in ((first, second), (second, first)):
+        if "integer" in one and "number" in other and "integer" not in kept:
+            kept.append("integer")
+    return kept
+
+
+def same(first: object, second: object) -> bool:
+    """Whether two values of JSON are one; true is not 1."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    return first == second
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _dict(value: object) -> Schema:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,391 @@
+"""What is enforced of a JSON schema for each type of its values."""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, cast
+
+from limelight.text.regex import (
+    ALL,
+    FORMATS,
+    JSON_ESCAPED,
+    Ranges,
+    class_of,
+    rewritten,
+    subtracted,
+    with_length,
+)
+from limelight.text.schema import Schema
+
+# Bounds of integers that xgrammar takes, and of other numbers that it writes exactly.
+MAX_INTEGER = 2**63 - 1
+MAX_NUMBER = 1e15
+MAX_LENGTH = 100_000
+MAX_ITEMS = 10_000
+# As a regex a length takes long to compile; beside what else a text may not have it must be one.
+SHORT = 8
+MAX_STEP = 1024
+
+
+class Nothing(Exception):
+    """No value is valid; the text says why."""
+
+
+class Lacking(Protocol):
+    """What makes the schemas, and hears of what cannot be enforced."""
+
+    without: Ranges
+
+    @property
+    def is_plain(self) -> bool: ...
+    @property
+    def is_within(self) -> bool: ...
+    def lacks(self, keyword: str, place: str, why: str = ""): ...
+    def refuse(self, fault: str, place: str): ...
+    def read(self, schema: object, place: str) -> Schema: ...
+
+
+def kinds_of(schema: Schema) -> list[str] | None:
+    """The types that the keywords of a schema without types speak of; None for none."""
+    found = [kind for kind, keywords in KEYWORDS.items() if schema.keys() & keywords]
+    return found or None
+
+
+def listed_that_fit(
+    reader: Lacking, values: list[object], schema: Schema, place: str
+) -> list[object]:
+    """Those of the listed values that the bounds beside them allow."""
+    for keyword in sorted(schema.keys() & BESIDE_LISTED):
+        reader.lacks(f"{keyword} beside enum or const", place)
+    kept: dict[str, object] = {}  # by their JSON, in which true is not 1
+    for value in values:
+        if isinstance(value, str):
+            low, high = _lengths(reader, schema, "Length", place)
+            spelt = not reader.is_plain and _has_any(value, reader.without)
+            fits = low <= len(value) and (high is None or len(value) <= high) and not spelt
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            fits = _in_bounds(value, reader, schema, place)
+        else:
+            fits = not (isinstance(value, dict | list) and _has_any(value, reader.without))
+        if fits:
+            kept.setdefault(json.dumps(value), value)
+    if not kept:
+        raise Nothing(f"{place[1:] or 'it'} lists no value that fits")
+    return list(kept.values())
+
+
+def _has_any(value: object, characters: Ranges) -> bool:
+    text = json.dumps(value, ensure_ascii=False)
+    return any(first <= ord(c) <= last for c in text for first, last in characters)
+
+
+def _in_bounds(value: float, reader: Lacking, schema: Schema, place: str) -> bool:
+    low, above, high, below = _bounds(reader, schema, place)
+    return (
+        (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+        and (below is None or value < below)
+    )
+
+
+def _null(reader: Lacking, schema: Schema, place: str) -> Schema:
+    return {"type": "null"}
+
+
+def _boolean(reader: Lacking, schema: Schema, place: str) -> Schema:
+    return {"type": "boolean"}
+
+
+def _integer(reader: Lacking, schema: Schema, place: str) -> Schema:
+    low, above, high, below = _bounds(reader, schema, place)
+    lows = [math.ceil(low)] if low is not None else []
+    lows += [math.floor(above) + 1] if above is not None else []
+    highs = [math.floor(high)] if high is not None else []
+    highs += [math.ceil(below) - 1] if below is not None else []
+    made: Schema = {"type": "integer"}
+    if lows:
+        made["minimum"] = max([*lows, -MAX_INTEGER])
+    if highs:
+        made["maximum"] = min([*highs, MAX_INTEGER])
+    least, most = made.get("minimum", -MAX_INTEGER), made.get("maximum", MAX_INTEGER)
+    assert isinstance(least, int) and isinstance(most, int)
+    if least > most:
+        raise Nothing(f"{place[1:] or 'it'} has bounds that no integer is in")
+    if (step := schema.get("multipleOf")) is not None and step != 1:
+        held = isinstance(step, int) and not isinstance(step, bool) and 0 < step <= MAX_STEP
+        if held and len(made) == 1:
+            made["multipleOf"] = step
+        else:
+            reader.lacks("multipleOf", place, "only whole ones up to 1024, without bounds, are")
+    return made
+
+
+def _number(reader: Lacking, schema: Schema, place: str) -> Schema:
+    low, above, high, below = _bounds(reader, schema, place)
+    if low is not None and above is not None:
+        low, above = (None, above) if above >= low else (low, None)
+    if high is not None and below is not None:
+        high, below = (None, below) if below <= high else (high, None)
+    least = low if low is not None else above
+    most = high if high is not None else below
+    if (
+        least is not None
+        and most is not None
+        and (least > most or (least == most and (low is None or high is None)))
+    ):
+        raise Nothing(f"{place[1:] or 'it'} has bounds that no number is in")
+    made: Schema = {"type": "number"}
+    given = {
+        "minimum": low, "exclusiveMinimum": above, "maximum": high, "exclusiveMaximum": below,
+    }  # fmt: skip
+    for keyword, bound in given.items():
+        if bound is None:
+            continue
+        if abs(bound) > MAX_NUMBER or bound != round(bound, 6):
+            reader.lacks(f"{keyword} {bound}", place, "it has too many digits")
+        else:
+            made[keyword] = bound
+    if "multipleOf" in schema:
+        reader.lacks("multipleOf", place, "only that of integers is")
+    if reader.is_within and len(made) == 1:
+        # An exponent without end would make an infinite number, so that the argument is no JSON.
+        made |= {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
+    return made
+
+
+def _bounds(reader: Lacking, schema: Schema, place: str) -> list[float | None]:
+    """minimum, exclusiveMinimum, maximum, exclusiveMaximum."""
+    found: list[float | None] = []
+    for keyword, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        bound, beyond = schema.get(keyword), schema.get(exclusive)
+        if isinstance(beyond, bool):
+            # Draft 4: it says how the other is meant.
+            bound, beyond = (None, bound) if beyond else (bound, None)
+        for name, value in ((keyword, bound), (exclusive, beyond)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and (not is_number or not math.isfinite(cast(float, value))):
+                reader.refuse(f"{name} must be a number, got {str(value)[:50]!r}", place)
+            found.append(cast(float | None, value))
+    return found
+
+
+def _lengths(reader: Lacking, schema: Schema, of: str, place: str) -> tuple[int, int | None]:
+    """The bounds min`of` and max`of`."""
+    found: list[int | None] = []
+    for keyword in (f"min{of}", f"max{of}"):
+        value = schema.get(keyword)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
+            reader.refuse(f"{keyword} must be an integer from 0 on, got {str(value)[:50]!r}", place)
+        found.append(cast(int | None, value))
+    low, high = found[0] or 0, found[1]
+    if high is not None and low > high:
+        raise Nothing(f"{place[1:] or 'it'} has a min{of} above its max{of}")
+    return low, high
+
+
+def _held_lengths(
+    reader: Lacking, schema: Schema, of: str, most: int, place: str
+) -> tuple[int, int | None]:
+    """The same, without what is too large to be enforced."""
+    low, high = _lengths(reader, schema, of, place)
+    if low > most:
+        reader.lacks(f"min{of} {low}", place, f"at most {most} is")
+        low = most
+    if high is not None and high > most:
+        reader.lacks(f"max{of} {high}", place, f"at most {most} is")
+        high = None
+    return low, high
+
+
+def _string(reader: Lacking, schema: Schema, place: str) -> Schema:
+    low, high = _held_lengths(reader, schema, "Length", MAX_LENGTH, place)
+    has_length = low > 0 or high is not None
+    written = _pattern(reader, schema, place)
+    if written is not None and has_length:
+        bounded = with_length(written, low, high)
+        if bounded is None:
+            reader.lacks("a length beside this pattern or format", place)
+        return {"type": "string", "pattern": bounded or written}
+    if written is not None:
+        return {"type": "string", "pattern": written}
+    if has_length and reader.without and not reader.is_plain:
+        if max(low, high or 0) > SHORT:
+            reader.lacks("a length above 8", place, "within other arguments it is not enforced")
+            return {"type": "string"}
+        plain = class_of(subtracted(subtracted(ALL, JSON_ESCAPED), reader.without))
+        return {"type": "string", "pattern": f"{plain}{{{low},{'' if high is None else high}}}"}
+    made: Schema = {"type": "string"}
+    made |= {"minLength": low} if low else {}
+    return made | ({"maxLength": high} if high is not None else {})
+
+
+def _pattern(reader: Lacking, schema: Schema, place: str) -> str | None:
+    """The regex that a text must match as a whole, if there is one."""
+    pattern, format = schema.get("pattern"), schema.get("format")
+    banned = [*([] if reader.is_plain else JSON_ESCAPED), *reader.without]
+    if pattern is not None and not isinstance(pattern, str):
+        reader.refuse("pattern must be a string", place)
+    if format is not None and (pattern is not None or format not in FORMATS):
+        reader.lacks(f"format {str(format)[:50]!r}", place)
+    try:
+        if isinstance(pattern, str):
+            return rewritten(pattern, anywhere=True, without=banned)
+        if isinstance(format, str) and format in FORMATS:
+            return rewritten(FORMATS[format], anywhere=False, without=banned)
+    except ValueError as error:
+        reader.lacks(f"pattern {str(pattern)[:50]!r}", place, str(error))
+    return None
+
+
+def _array(reader: Lacking, schema: Schema, place: str) -> Schema:
+    for keyword in ("uniqueItems", "contains", "minContains", "maxContains"):
+        if schema.get(keyword, False) is not False:
+            reader.lacks(keyword, place)
+    low, high = _held_lengths(reader, schema, "Items", MAX_ITEMS, place)
+    first, rest = schema.get("prefixItems", []), schema.get("items", True)
+    if isinstance(rest, list):
+        first, rest = rest, schema.get("additionalItems", True)
+    if not isinstance(first, list):
+        reader.refuse("prefixItems must be a list", place)
+    assert isinstance(first, list)
+    made: list[Schema] = []
+    for index, item in enumerate(first[:high]):
+        try:
+            made.append(reader.read(item, f"{place}.prefixItems[{index}]"))
+        except Nothing:
+            high = index
+            break
+    others: object = False
+    if high is None or high > len(made):
+        try:
+            others = reader.read(rest, f"{place}.items")
+        except Nothing:
+            high = len(made)
+    if high is not None and low > high:
+        raise Nothing(f"{place[1:] or 'it'} cannot have {low} items")
+    array: Schema = {"type": "array", "items": others}
+    array |= {"prefixItems": made} if made else {}
+    array |= {"minItems": low} if low else {}
+    if high is not None and (others is not False or not made):
+        array["maxItems"] = high
+    return array
+
+
+def _object(reader: Lacking, schema: Schema, place: str) -> Schema:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict):
+        reader.refuse("properties must be an object", place)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        reader.refuse("required must be a list of names", place)
+    assert isinstance(properties, dict) and isinstance(required, list)
+    if not properties and not required:
+        return _map(reader, schema, place)
+    for keyword in ("patternProperties", "propertyNames"):
+        if keyword in schema:
+            reader.lacks(keyword, place, "only objects without properties have it enforced")
+    further = schema.get("additionalProperties", True)
+    made: dict[str, Schema] = {}
+    for name in [*properties, *(name for name in required if name not in properties)]:
+        try:
+            _check_name(reader, name)
+            made[name] = reader.read(properties.get(name, further), f"{place}.{name}")
+        except Nothing:
+            if name in required:
+                raise
+    object_: Schema = {"type": "object", "properties": made}
+    object_["required"] = list(dict.fromkeys(required))
+    object_["additionalProperties"] = False
+    if "additionalProperties" in schema and further is not False:
+        with suppress(Nothing):
+            object_["additionalProperties"] = reader.read(further, f"{place}.additionalProperties")
+    return object_ | _counts(reader, schema, object_, place)
+
+
+def _check_name(reader: Lacking, name: str):
+    if not reader.is_plain and _has_any(name, reader.without):
+        raise Nothing(f"the property {name[:50]!r} has a character that cannot stand there")
+
+
+def _counts(reader: Lacking, schema: Schema, made: Schema, place: str) -> Schema:
+    """The numbers of properties of an object that names some."""
+    low, high = _lengths(reader, schema, "Properties", place)
+    named, required = made["properties"], made["required"]
+    assert isinstance(named, dict) and isinstance(required, list)
+    is_closed = made["additionalProperties"] is False
+    counts: Schema = {}
+    if low > len(required) and is_closed:
+        if low > len(named):
+            raise Nothing(f"{place[1:] or 'it'} cannot have {low} properties")
+        counts["minProperties"] = low
+    elif low > len(required):
+        reader.lacks("minProperties", place, "only objects without others have it enforced")
+    if high is not None and high < len(required):
+        raise Nothing(f"{place[1:] or 'it'} requires more than {high} properties")
+    if high is not None and not (is_closed and high >= len(named)):
+        counts["maxProperties"] = high
+    return counts
+
+
+def _map(reader: Lacking, schema: Schema, place: str) -> Schema:
+    """An object that names no properties."""
+    patterns, names = schema.get("patternProperties"), schema.get("propertyNames")
+    further = schema.get("additionalProperties", True)
+    low, high = _lengths(reader, schema, "Properties", place)
+    if low > 1:
+        # A key that comes twice would count as two.
+        reader.lacks("minProperties", place, "only objects without others have it enforced")
+        low = 1
+    made: Schema = {"type": "object"} | ({"minProperties": low} if low else {})
+    made |= {"maxProperties": high} if high is not None else {}
+    if isinstance(patterns, dict) and len(patterns) == 1 and names is None:
+        pattern, values = next(iter(patterns.items()))
+        if (written := _pattern(reader, {"pattern": pattern}, place)) is not None:
+            # Keys that do not match have no place here, which is within what the schema allows.
+            made["propertyNames"] = {"pattern": written}
+            further = values
+    elif patterns is not None:
+        reader.lacks("patternProperties", place, "only one pattern is")
+        further = False
+    if isinstance(names, dict) and names.keys() <= {"pattern", "type"} and "pattern" in names:
+        if (written := _pattern(reader, names, place)) is not None:
+            made["propertyNames"] = {"pattern": written}
+    elif names is not None and names is not True:
+        reader.lacks("propertyNames", place, "only its pattern is")
+    try:
+        made["additionalProperties"] = reader.read(further, f"{place}.additionalProperties")
+    except Nothing:
+        if low:
+            raise
+        return {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    return made
+
+
+KINDS: dict[str, Callable[[Lacking, Schema, str], Schema]] = {
+    "null": _null,
+    "boolean": _boolean,
+    "integer": _integer,
+    "number": _number,
+    "string": _string,
+    "array": _array,
+    "object": _object,
+}
+KEYWORDS = {
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"},
+    "object": {
+        "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+        "minProperties", "maxProperties",
+    },
+}  # fmt: skip
+# What a listed value is not looked at for.
+BESIDE_LISTED = (
+    (KEYWORDS["array"] | KEYWORDS["object"] | {"pattern", "format", "multipleOf"})
+    - {"required"}
+)  # fmt: skip
