@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
-from typing import NoReturn
 
+from limelight.text.response_body import strict_json
 from limelight.text.schema import MOST_SCHEMAS, leads_to
 
 INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
@@ -24,11 +24,9 @@ def cast_arguments(
     `decoded`: they were written as JSON, so that a string stays one where the schema allows it.
     """
     root = _parameters(tool)
-    properties = root.get("properties")
-    if not isinstance(properties, dict):
-        return arguments
+    schemas = {key: _property(root, key) for key in arguments}
     return {
-        key: _cast_value(value, properties[key], root, decoded) if key in properties else value
+        key: value if schemas[key] is None else _cast_value(value, schemas[key], root, decoded)
         for key, value in arguments.items()
     }
 
@@ -60,7 +58,7 @@ def exact_json(text: str) -> object:
     if text != text.strip():
         return None
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = strict_json(text)
         json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
         same = not isinstance(value, float) or Decimal(repr(value)) == Decimal(text)
     except (ValueError, InvalidOperation, RecursionError):
@@ -72,6 +70,24 @@ def _parameters(tool: dict[str, object] | None) -> dict[str, object]:
     function = (tool or {}).get("function", tool)
     parameters = function.get("parameters") if isinstance(function, dict) else None
     return parameters if isinstance(parameters, dict) else {}
+
+
+def _property(root: dict[str, object], key: str) -> object:
+    """The schema of one argument; None where the parameters say nothing of it."""
+    named: list[object] = []
+    others: list[object] = []
+    waiting: list[object] = [root]
+    for schema in waiting:
+        if not isinstance(schema, dict) or len(waiting) > MOST_SCHEMAS:
+            continue
+        properties, further = schema.get("properties"), schema.get("additionalProperties")
+        if isinstance(properties, dict) and key in properties:
+            named.append(properties[key])
+        elif isinstance(further, dict):
+            others.append(further)
+        waiting += leads_to(schema, root)
+    found = named or others
+    return {"anyOf": found} if len(found) > 1 else next(iter(found), None)
 
 
 def _cast_value(value: object, schema: object, root: object, decoded: bool) -> object:
@@ -155,17 +171,13 @@ def _boolean(text: str) -> bool | None:
 def _json_of(kind: type) -> Callable[[str], object]:
     def read(text: str) -> object:
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = strict_json(text)
             json.dumps(value, allow_nan=False)  # 1e999 is read as infinity
         except (ValueError, RecursionError):
             return None
         return value if isinstance(value, kind) else None
 
     return read
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 CASTS: dict[str, Callable[[str], object]] = {

@@ -97,7 +97,7 @@ class Field:
         return [transformed(self.transform, {**captures, **item}) for item in value]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ResponseTemplate:
     """The fields by name. `stems` are closers that end with the start of the next message, each
     with the length of what stands before that."""

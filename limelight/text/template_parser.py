@@ -7,7 +7,7 @@ what is given does not depend on how the answer is cut.
 import json
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from limelight.text.casting import cast_arguments
 from limelight.text.parsers import CallPiece, Said
@@ -52,7 +52,8 @@ class TemplateParser:
 
     Without `reasoning` thinking is content; without `calls`, or without tools, calls are content
     as they are written. A call comes whole when its closer has come, or when the model ends
-    without one; a call that is cut short, or makes no sense, is dropped.
+    without one; a call that is cut short, or makes no sense, is dropped, and so are all but the
+    first unless they may be `parallel`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TemplateParser:
         tools: list[dict[str, object]] | None,
         reasoning: bool,
         calls: bool,
+        parallel: bool = True,
     ):
         self._template = template
         self._tools = {_name(tool): tool for tool in tools or []}
@@ -76,16 +78,25 @@ class TemplateParser:
         self._prompt = len(said)
         self._empty_at = -1  # where in the message an empty delimiter was found last
         self._num_calls = 0
+        self._most_calls = None if parallel else 1
         self._tokens: deque[tuple[int, int]] = deque()  # where in the message each one stands
         self._open: Field | None = template.implicit
         self._captures: dict[str, str] = {}
+        self._opener = ""  # as it was written
         self._body: list[str] = []
         self._out = Gathered()
         for start in range(0, len(said), PROMPT_PIECE):
             self._text += said[start : start + PROMPT_PIECE]
             self._read(final=False)
             self._forget()
-        self._out, self._num_calls = Gathered(), 0
+        self._out, self._num_calls, self._opener = Gathered(), 0, ""
+        self._num_given = len(self._body)  # pieces of an open call that are the prompt's
+
+    @property
+    def open_field(self) -> str | None:
+        """The field that an opener has opened and nothing has closed yet."""
+        is_open = self._open is not None and self._open is not self._template.implicit
+        return self._open.name if self._open is not None and is_open else None
 
     def feed(self, text: str, token_id: int) -> Said:
         """The next token; one without text is a part of the character that comes next."""
@@ -109,7 +120,9 @@ class TemplateParser:
         self._read(final=True)
         if reason == "stop":
             self._close()
-        return self._give()
+        is_cut = self._open is not None and self._open.name == "tool_calls"
+        cut = [self._opener, *self._body[self._num_given :]] if is_cut else []
+        return replace(self._give(), cut="".join(cut))
 
     def _give(self) -> Said:
         said, self._out = self._out.said(), Gathered()
@@ -127,6 +140,7 @@ class TemplateParser:
                 self._empty_at = self._past + found.end
             if found.opens:
                 self._open, self._captures = found.field, found.captures
+                self._opener, self._num_given = self._text[found.start : found.end], 0
                 self._take(found.end, delimits=True)
             else:
                 self._take(found.end, delimits=True)
@@ -211,12 +225,14 @@ class TemplateParser:
             log.warning("dropping a malformed call: %s", error)
             return
         for call in value if isinstance(value, list) else [value]:
+            if self._num_calls == self._most_calls:
+                return
             try:
                 name, arguments = self._call(call, decoded=closed.decodes)
             except ValueError as error:
                 log.warning("dropping a malformed call: %s", error)
                 continue
-            self._out.calls.append(CallPiece(self._num_calls, name, arguments))
+            self._out.calls.append(CallPiece(self._num_calls, name, arguments, ends=True))
             self._num_calls += 1
 
     def _call(self, call: object, *, decoded: bool) -> tuple[str, str]:
