@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from limelight.types import SamplingParams
+from limelight.types import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from limelight.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> type:

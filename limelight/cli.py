@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 
-from limelight import SamplingParams, __version__
+from limelight import SamplingParams, StructuredOutputsParams, __version__
 from limelight.bench import decode, ops, prefill, serve
-from limelight.config import EngineConfig, ServerConfig
+from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
 from limelight.flags import (
     add_config_flags,
     add_foreign_flags,
@@ -118,6 +118,11 @@ def _generate_flags(parser: argparse.ArgumentParser):
 
 def _chat_flags(parser: argparse.ArgumentParser):
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
+    for name, what in (("--reasoning-parser", "reasoning"), ("--tool-call-parser", "calls")):
+        parser.add_argument(
+            name, choices=("auto", "none", *PARSERS), default="auto",
+            help=f"format of the {what} in answers (default: auto, what the model writes)",
+        )  # fmt: skip
     _sampling_flags(parser)
     _engine_flags(parser)
 
@@ -172,6 +177,12 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     for name in values:
         if name not in known:
             raise ValueError(f"--sampling has no key {name!r}; it has {', '.join(known)}")
+    if isinstance(given := values.get("structured_outputs"), dict):
+        names = [item.name for item in fields(StructuredOutputsParams)]
+        for name in given:
+            if name not in names:
+                raise ValueError(f"structured_outputs has no {name!r}; it has {', '.join(names)}")
+        values["structured_outputs"] = StructuredOutputsParams(**given)
     make: Callable[..., SamplingParams] = SamplingParams
     return make(**values)
 
@@ -201,10 +212,18 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    named = (args.reasoning_parser, args.tool_call_parser)
+    reasoning, calls = (None if name == "none" else name for name in named)
+    check_parsers(reasoning, calls)
     from limelight.chat import run
 
-    config = config_from(args, EngineConfig)
-    return run(config, sampling_params(args), system=args.system)
+    return run(
+        config_from(args, EngineConfig),
+        sampling_params(args),
+        system=args.system,
+        reasoning_parser=reasoning,
+        tool_call_parser=calls,
+    )
 
 
 def _inspect(args: argparse.Namespace) -> int:

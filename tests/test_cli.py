@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from limelight import SamplingParams, cli
+from limelight import SamplingParams, StructuredOutputsParams, cli
 from limelight.config import EngineConfig, ServerConfig
 from limelight.flags import check_foreign, config_from
 
@@ -146,6 +146,10 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys):
         (["generate"], "--prompt"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt", "a", "--sampling.top_q", "1"], "'top_q'"),
+        (["generate", "--prompt", "a", "--sampling.structured_outputs.jsn", "1"], "'jsn'"),
+        (["generate", "--prompt", "a", "--sampling.structured_outputs", "1"], "structured_outputs"),
+        (["chat", "--reasoning-parser", "glm46"], "glm46"),
+        (["chat", "--reasoning-parser", "beam", "--tool-call-parser", "none"], "together"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -250,6 +254,24 @@ def test_generate_prints_texts_or_json(monkeypatch, capsys):
     error = "no memory"
     assert cli.main(argv) == 1
     assert capsys.readouterr() == ("!\n!\n", "limelight: error: no memory; no memory\n")
+
+
+def test_chat_finds_its_parsers_by_the_model_unless_they_are_named(monkeypatch):
+    seen = []
+    module = SimpleNamespace(run=lambda config, params, **fields: seen.append(fields) or 0)
+    monkeypatch.setitem(sys.modules, "limelight.chat", module)
+    assert cli.main(["chat", "beam-nano", "--system", "Hi"]) == 0
+    assert cli.main(["chat", "--reasoning-parser", "glm47", "--tool_call_parser", "none"]) == 0
+    assert seen == [
+        {"system": "Hi", "reasoning_parser": "auto", "tool_call_parser": "auto"},
+        {"system": None, "reasoning_parser": "glm47", "tool_call_parser": None},
+    ]
+
+
+def test_what_an_answer_must_be_is_a_field_of_sampling():
+    argv = ["--prompt", "a", "--sampling.structured_outputs.choice", '["b", "c"]']
+    params = cli.sampling_params(cli.parse(["generate", *argv]))
+    assert params.structured_outputs == StructuredOutputsParams(choice=["b", "c"])
 
 
 def test_python_m_limelight_is_the_same_command():

@@ -8,7 +8,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "limelight"
 LEVELS = [
-    {"config", "types", "metrics", "checkpoint", "progress", "__version__", "SamplingParams"},
+    {
+        "config",
+        "types",
+        "metrics",
+        "checkpoint",
+        "progress",
+        "__version__",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    },
     {"ops", "text"},
     {"quant", "parallel"},
     {"models", "cache"},
@@ -16,7 +25,17 @@ LEVELS = [
     {"runner"},
     {"engine", "LLM"},
     {"server"},
-    {"cli", "flags", "bench", "chat", "inspection", "quantize", "conversion", "__main__"},
+    {
+        "cli",
+        "flags",
+        "bench",
+        "chat",
+        "inspection",
+        "quantize",
+        "conversion",
+        "demo_tools",
+        "__main__",
+    },
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 UNSAFE = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}

@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from limelight.text.parsers import AnswerParser, CallPiece, Said
+from limelight.text.parsers import AnswerParser, CallPiece, Said, add_pieces
 from limelight.text.stream import StopTexts, TextStream
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import (
     INT64,
+    Constraint,
     FinishReason,
     ModelInfo,
     Output,
+    Reasoning,
     Request,
     RequestError,
     SamplingParams,
@@ -32,6 +34,8 @@ def make_requests(
     tokenizer: Tokenizer | None,
     priority: int = 0,
     cache_salt: str = "",
+    constraint: Constraint | None = None,
+    reasoning: Reasoning | None = None,
 ) -> list[Request]:
     """The `params.n` sequences of one question, ready for the engine.
 
@@ -44,6 +48,8 @@ def make_requests(
         _check_ids(name, getattr(params, name) or (), info)
     if tokenizer is None and params.stop_texts:
         raise RequestError("stop texts need a tokenizer, and this model has none", param="stop")
+    if tokenizer is None and constraint is not None:
+        raise RequestError("a constraint needs a tokenizer, and this model has none")
     bad_words = _bad_word_ids(params.bad_words or [], tokenizer, info)
     arrival = time.monotonic()
     return [
@@ -57,6 +63,8 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             arrival=arrival,
+            constraint=constraint,
+            reasoning=reasoning,
         )
         for index in range(params.n)
     ]
@@ -148,6 +156,7 @@ class Delta:
     stop_reason: int | str | None = None
     num_cached: int = 0
     error: str | None = None
+    refused: str | None = None  # what is wrong with the request, as the engine found out
 
 
 @dataclass(slots=True)
@@ -188,14 +197,31 @@ class PlainReader:
 
 
 class ParsedReader:
-    """Reads an answer by a parser; stop texts are looked for in its content alone."""
+    """Reads an answer by a parser; stop texts are looked for in its content.
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: AnswerParser):
+    With `stop_in_reasoning` its reasoning is searched as well, as a text of its own. With
+    `keep_cut` a call that was cut short ends the content.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        parser: AnswerParser,
+        *,
+        stop_in_reasoning: bool = False,
+        keep_cut: bool = False,
+    ):
         self._stream = TextStream(
             tokenizer, stop=[], include_stop=False, skip_special_tokens=False, min_tokens=0
         )
         self._stops = StopTexts(params.stop_texts, include_stop=params.include_stop_str_in_output)
+        reasoning_stops = params.stop_texts if stop_in_reasoning else []
+        self._reasoning_stops = StopTexts(
+            reasoning_stops, include_stop=params.include_stop_str_in_output
+        )
         self._parser = parser
+        self._keep_cut = keep_cut
         self._min_tokens = params.min_tokens
         self._num_tokens = self._num_reasoning = 0
         self._last = 0
@@ -219,23 +245,31 @@ class ParsedReader:
         if half := self._stream.finish():
             # The end of a character that never came belongs to the token that began it.
             self._add(reading, self._parser.feed(half, self._last))
+        if reading.stop is not None:
+            return
+        said = self._parser.finish(reason)
+        self._add(reading, said)
         if reading.stop is None:
-            self._add(reading, self._parser.finish(reason))
-        if reading.stop is None:
-            reading.text += self._stops.finish()
+            reading.reasoning += self._reasoning_stops.finish()
+            reading.text += self._stops.finish() + (said.cut if self._keep_cut else "")
 
     def _add(self, reading: Reading, said: Said):
-        reading.reasoning += said.reasoning
+        counts = self._num_tokens > self._min_tokens
+        reasoning, reading.stop = self._reasoning_stops.push(said.reasoning, counts=counts)
+        reading.reasoning += reasoning
         num_reasoning = min(said.num_reasoning, self._num_tokens - self._num_reasoning)
         self._num_reasoning += num_reasoning
         reading.num_reasoning += num_reasoning
         reasons = bool(said.reasoning or said.num_reasoning)
         reading.reasons.append(reasons if reasons or said.content or said.calls else None)
-        counts = self._num_tokens > self._min_tokens
+        if reading.stop is not None:
+            return
+        if said.content or said.calls:
+            reading.reasoning += self._reasoning_stops.finish()
         text, reading.stop = self._stops.push(said.content, counts=counts)
         reading.text += text
         # What follows a stop text is no part of the answer.
-        reading.calls += said.calls if reading.stop is None else []
+        add_pieces(reading.calls, said.calls if reading.stop is None else [])
 
 
 class Veil:
@@ -286,6 +320,8 @@ class Choice:
         parser: AnswerParser | None = None,
         *,
         tell_reasoning: bool = True,
+        stop_in_reasoning: bool = False,
+        keep_cut: bool = False,
     ):
         self.request = request
         self.token_ids: list[int] = []
@@ -305,7 +341,10 @@ class Choice:
         self._reader: PlainReader | ParsedReader | None = None
         if parser is not None:
             assert tokenizer is not None, "a parser reads text"
-            self._reader = ParsedReader(tokenizer, request.params, parser)
+            self._reader = ParsedReader(
+                tokenizer, request.params, parser,
+                stop_in_reasoning=stop_in_reasoning, keep_cut=keep_cut,
+            )  # fmt: skip
         elif tokenizer is not None:
             self._reader = PlainReader(tokenizer, request.params)
 
@@ -349,6 +388,7 @@ class Choice:
             stop_reason=reading.stop if stopped else output.stop_reason,
             num_cached=output.num_cached,
             error=output.error,
+            refused=output.refused,
         )
         self._add(delta)
         return delta
@@ -377,4 +417,4 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.num_cached = max(self.num_cached, delta.num_cached)
-        self.error = delta.error
+        self.error = delta.error or delta.refused

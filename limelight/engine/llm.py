@@ -2,15 +2,28 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from limelight.checkpoint import locate
-from limelight.config import EngineConfig
-from limelight.engine.front import Choice, make_requests
+from limelight.config import EngineConfig, check_parsers
+from limelight.engine.front import Choice, Delta, make_requests
 from limelight.engine.startup import start_engine
 from limelight.progress import Progress
+from limelight.text.answer_form import (
+    AnswerForm,
+    Asked,
+    Handling,
+    find_form,
+    plain_constraint,
+    usual_format,
+)
+from limelight.text.demand import Demand, Format, answer_format
 from limelight.text.messages import Message, plain_messages
+from limelight.text.parsers import ToolCall, message_of, whole_calls
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import FinishReason, Request, RequestError, SamplingParams, TokenLogprobs
@@ -32,7 +45,11 @@ Logprobs = list[dict[int, Logprob] | None]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer to a prompt; `error` has the words for finish_reason "error"."""
+    """One answer to a prompt; `error` has the words for finish_reason "error".
+
+    Where parsers take answers of chats apart, `text` is the content alone, beside `reasoning` and
+    `tool_calls`.
+    """
 
     index: int
     text: str
@@ -41,6 +58,13 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     error: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message that can join the conversation; results name its calls by id."""
+        return message_of(self.text, self.reasoning or "", self.tool_calls)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -78,9 +102,22 @@ class Job:
 
 
 class LLM:
-    """One model, loaded in this process. `config` fields are the flags of `limelight serve`."""
+    """One model, loaded in this process. `config` fields are the flags of `limelight serve`.
 
-    def __init__(self, model: str | None = None, *, quiet: bool = True, **config: object):
+    The parsers (glm47, beam, or auto: what the model writes) take the answers of `chat` apart;
+    without them all is text.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        quiet: bool = True,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
+        **config: object,
+    ):
+        check_parsers(reasoning_parser, tool_call_parser)
         if model is not None:
             config["model"] = model
         unknown = sorted(set(config) - set(EngineConfig.__dataclass_fields__))
@@ -96,7 +133,24 @@ class LLM:
         has_tokenizer = self.config.tokenizer or (folder / "tokenizer.json").exists()
         self.tokenizer = Tokenizer.load(folder) if has_tokenizer else None
         self.template = ChatTemplate.load(folder, override=None) if has_tokenizer else None
+        self.form = self._find_form(folder, reasoning_parser, tool_call_parser)
         self._ids = itertools.count()
+
+    def _find_form(
+        self, folder: Path, reasoning_parser: str | None, tool_call_parser: str | None
+    ) -> AnswerForm | None:
+        named = [reasoning_parser, tool_call_parser]
+        if "auto" in named:
+            usual = usual_format(self.info.architecture, folder)
+            named = [usual if name == "auto" else name for name in named]
+            check_parsers(*named)
+        name = named[0] or named[1]
+        if name is None:
+            return None
+        return find_form(
+            name, reasoning=named[0] is not None, calls=named[1] is not None,
+            folder=folder, tokenizer=self.tokenizer, template=self.template,
+        )  # fmt: skip
 
     def __enter__(self) -> "LLM":
         return self
@@ -113,7 +167,8 @@ class LLM:
         """Let go of the model and its memory; the object is of no use afterwards."""
         if self.template is not None:
             self.template.close()
-        self.__dict__.pop("engine", None)
+        if (engine := self.__dict__.pop("engine", None)) is not None:
+            engine.close()
 
     def generate(
         self,
@@ -127,7 +182,7 @@ class LLM:
         """
         listed = _as_list(prompts)
         each = _one_each(params or SamplingParams(), len(listed))
-        jobs = [self._job(prompt, one) for prompt, one in zip(listed, each, strict=True)]
+        jobs = [self._plain_job(prompt, one) for prompt, one in zip(listed, each, strict=True)]
         for _ in self._run(jobs):
             pass
         return [self._finished(job) for job in jobs]
@@ -141,13 +196,29 @@ class LLM:
         chat_template_kwargs: dict[str, object] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one conversation, or to each of several."""
-        several = bool(messages) and not isinstance(messages[0], dict)
-        conversations = messages if several else [messages]
-        prompts = [
-            self.render(conversation, tools=tools, **(chat_template_kwargs or {}))  # type: ignore[arg-type]
-            for conversation in conversations
+        conversations = _as_conversations(messages)
+        each = _one_each(params or SamplingParams(), len(conversations))
+        jobs = [
+            self._chat_job(conversation, one, tools, chat_template_kwargs or {})
+            for conversation, one in zip(conversations, each, strict=True)
         ]
-        return self.generate(prompts, params)
+        for _ in self._run(jobs):
+            pass
+        return [self._finished(job) for job in jobs]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        tools: list[Message] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
+    ) -> Iterator[Delta]:
+        """The answer to one conversation as it comes; `RuntimeError` if it fails."""
+        params = replace(params, n=1)
+        yield from self._streamed(
+            self._chat_job(messages, params, tools, chat_template_kwargs or {})
+        )
 
     def render(
         self, messages: Sequence[Message], *, tools: list[Message] | None = None, **kwargs: object
@@ -160,16 +231,54 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
         """The text of one answer, piece by piece; `RuntimeError` if it fails."""
-        job = self._job(prompt, replace(params, n=1))
-        yield from self._run([job])
+        for delta in self._streamed(self._plain_job(prompt, replace(params, n=1))):
+            if delta.text:
+                yield delta.text
+
+    def _streamed(self, job: Job) -> Iterator[Delta]:
+        for delta in self._run([job]):
+            if delta.refused is not None:
+                raise RequestError(delta.refused)
+            yield delta
         if (error := job.choices[0].error) is not None:
             raise RuntimeError(error)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _plain_job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        return self._job(prompt, params, _plainly(_content(params)))
+
+    def _chat_job(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        tools: list[Message] | None,
+        template_kwargs: dict[str, object],
+    ) -> Job:
+        ids = self.render(messages, tools=tools, **template_kwargs)
+        form, content = self.form, _content(params)
+        if form is None:
+            return self._job(ids, params, _plainly(content))
+        reads = tools if form.calls else None
+        asked = Asked(token_ids=ids, tools=reads, template_kwargs=template_kwargs)
+        functions = [cast(Message, tool["function"]) for tool in reads or ()]
+        demand = Demand(tools=functions, content=content, thinking=asked.thinking)
+        constraint = form.constraint(asked, demand)
+        waits = constraint is not None and constraint.after_reasoning
+        reasoning = form.reasoning(asked) if waits else None
+        return self._job(ids, params, Handling(form.parser(asked), constraint, reasoning))
+
+    def _job(self, prompt: Prompt, params: SamplingParams, handling: Handling) -> Job:
         text, ids = self._prompt_ids(prompt)
         request_id = f"llm-{next(self._ids)}"
-        requests = make_requests(request_id, ids, params, info=self.info, tokenizer=self.tokenizer)
-        choices = [Choice(request, self.tokenizer) for request in requests]
+        requests = make_requests(
+            request_id, ids, params, info=self.info, tokenizer=self.tokenizer,
+            constraint=handling.constraint, reasoning=handling.reasoning,
+        )  # fmt: skip
+        # The prompt is read once, however many answers it gets.
+        parsers = [deepcopy(handling.parser) for _ in requests]
+        choices = [
+            Choice(request, self.tokenizer, parser)
+            for request, parser in zip(requests, parsers, strict=True)
+        ]
         return Job(request_id, text, requests, choices, open=set(range(len(requests))))
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -179,8 +288,8 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
         return None, prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
 
-    def _run(self, jobs: list[Job]) -> Iterator[str]:
-        """Step until all jobs are done; the pieces of text as they come."""
+    def _run(self, jobs: list[Job]) -> Iterator[Delta]:
+        """Step until all jobs are done; what the answers say as it comes."""
         if self.engine.has_work:
             raise RuntimeError("another generate or stream of this LLM is still open")
         owners = {request.id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
@@ -203,8 +312,7 @@ class LLM:
                         job.open.discard(i)
                         if output.finish_reason is None:
                             self.engine.abort(output.request_id)
-                    if delta.text:
-                        yield delta.text
+                    yield delta
         finally:
             for job in jobs:
                 for i in job.open:
@@ -220,6 +328,8 @@ class LLM:
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
                 error=choice.error,
+                reasoning=choice.reasoning or None,
+                tool_calls=whole_calls(choice.calls),
             )
             for i, choice in enumerate(job.choices)
         ]
@@ -249,12 +359,29 @@ class LLM:
         }
 
 
+def _content(params: SamplingParams) -> Format | None:
+    """What the content of an answer must be, if anything."""
+    asked = params.structured_outputs
+    return None if asked is None else answer_format(None, asked.given)
+
+
+def _plainly(content: Format | None) -> Handling:
+    return Handling(constraint=None if content is None else plain_constraint(content))
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], int):
         return [prompts]
     return list(prompts)
+
+
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    several = bool(messages) and not isinstance(messages[0], dict)
+    return cast(list[Sequence[Message]], list(messages) if several else [messages])
 
 
 def _one_each(

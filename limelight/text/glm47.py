@@ -3,19 +3,20 @@
 `<think>REASONING</think>CONTENT<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...
 </tool_call>...`; marks are told from typed text by their token ids, the tags of arguments are text.
 
-A call is sent when its closer comes, and one that is cut short is not sent at all. What cannot be
-a call, although it began as one, is the text that it was found in, so that a `<tool_call>` which
-is only spoken of swallows nothing.
+A call of a known tool is sent from its first argument on: texts as they come, other values when
+they close. In thoughts it is sent when its closer comes, as it may be only spoken of. What cannot
+be a call, although it began as one, is the text that it was found in, so that a `<tool_call>` which
+is only spoken of swallows nothing. An argument that comes twice is sent twice; readers of JSON take
+the last.
 """
 
 import codecs
 import json
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from limelight.text.glm_casting import cast_arguments
+from limelight.text.glm_casting import Argument
 from limelight.text.marks import Marks, Piece
 from limelight.text.parsers import CallPiece, Said
 from limelight.text.tokenizer import Tokenizer
@@ -33,19 +34,25 @@ logger = logging.getLogger(__name__)
 
 
 class Call:
-    """A call as it is written: `raw` is its text so far, its arguments are texts."""
+    """A call as it is written: `raw` is its text so far, `take_json` gives that of its arguments.
 
-    def __init__(self, names: Iterable[str], num_tokens: int):
+    `tools` are the parameters of the known ones by name.
+    """
+
+    def __init__(self, tools: dict[str, object], num_tokens: int):
         self.raw = [CALL]
         self.num_tokens = num_tokens
         self.part: Literal["name", "key", "between", "value", "after"] = "name"
         self.is_possible = True
-        self.arguments: dict[str, str] = {}
-        self._names = list(names)
-        self._longest = max([LONGEST_NAME, *map(len, self._names)])
+        self.is_sent = False  # whether its name was
+        self._tools = tools
+        self._longest = max([LONGEST_NAME, *map(len, tools)])
         self._name = ""
+        self._text: list[str] = []  # of the key or value that is being written
+        self._argument = Argument("", None)
         self._key = ""
-        self._text: list[str] = []  # of the part that is being written
+        self._has_arguments = False
+        self._json: list[str] = []
         self._tags = Marks(ids={}, texts=(KEY, KEY_END, VALUE, VALUE_END), dropped={})
 
     @property
@@ -57,7 +64,7 @@ class Call:
         """Whether nothing is missing but the closer."""
         if self._tags.held:
             return False
-        return self.part == "after" or (self.part == "name" and self.name in self._names)
+        return self.part == "after" or (self.part == "name" and self.name in self._tools)
 
     def feed(self, text: str):
         self.raw.append(text)
@@ -70,6 +77,12 @@ class Call:
             self._take(piece)
         if self.part == "value":
             self._end_value()
+        self._json.append("}" if self._has_arguments else "{}")
+
+    def take_json(self) -> str:
+        """What is new of the JSON of the arguments."""
+        text, self._json = "".join(self._json), []
+        return text
 
     def _take(self, piece: Piece):
         text = piece.text
@@ -88,15 +101,25 @@ class Call:
         elif self.part == "value":
             if piece.is_mark and text == VALUE_END:
                 self._end_value()
+            elif self._argument.is_text:
+                self._json.append(_dumped(text)[1:-1])
             else:
                 self._text.append(text)
         elif piece.is_mark and text == KEY:
             self.part = "key"
         elif piece.is_mark and text == VALUE and self.part == "between":
-            self.part = "value"
+            self._begin_value()
+
+    def _begin_value(self):
+        self.part = "value"
+        self._argument = Argument(self._key, self._tools.get(self.name))
+        self._json += [", " if self._has_arguments else "{", _dumped(self._key), ": "]
+        self._json += ['"'] if self._argument.is_text else []
+        self._has_arguments = True
 
     def _end_value(self):
-        self.arguments[self._key] = "".join(self._text)
+        value = self._argument.cast("".join(self._text))
+        self._json.append('"' if self._argument.is_text else _dumped(value))
         self.part, self._text = "after", []
 
     def _may_be_name(self) -> bool:
@@ -105,7 +128,7 @@ class Call:
             return False
         one_word = len(self.name.split()) <= 1 and "<" not in self.name
         begun = self._name.lstrip()
-        named = self.name in self._names or any(n.startswith(begun) for n in self._names)
+        named = self.name in self._tools or any(n.startswith(begun) for n in self._tools)
         return one_word or named
 
 
@@ -160,12 +183,18 @@ class Glm47Parser:
             self._is_reasoning = False
             self._marks = _marks(tokenizer, [CALL, CALLED, *TURNS], plain=[THINK, THOUGHT])
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning; before the answer, as its prompt leaves it."""
+        return self._is_reasoning
+
     def feed(self, text: str, token_id: int) -> Said:
         for piece in self._marks.feed(text, token_id):
             self._take(piece)
         return self._said()
 
     def finish(self, reason: FinishReason) -> Said:
+        cut = ""
         for piece in self._marks.flush():
             self._take(piece)
         if (call := self._call) is not None:
@@ -175,10 +204,10 @@ class Glm47Parser:
             elif is_spoken_of or not self._calls_tools:
                 self._give_back(call)
             else:
-                self._has_called = True
+                self._has_called, cut = True, "".join(call.raw)
         if not self._has_called:
             self._content += self._content_end.blanks
-        return self._said()
+        return replace(self._said(), cut=cut)
 
     def _begin(self):
         """Nothing has been said yet."""
@@ -217,6 +246,9 @@ class Glm47Parser:
         return opened and self._is_reasoning
 
     def _said(self) -> Said:
+        call = self._call
+        if call is not None and call.part != "name" and not self._is_reasoning:
+            self._send(call)
         said = Said(
             reasoning="".join(self._reasoning),
             content="".join(self._content),
@@ -280,11 +312,18 @@ class Glm47Parser:
             self._say("".join([*call.raw, closer]), 0)
             return
         self._has_called = self._has_called or not self._is_reasoning
-        if is_known and (self._parallel or self._num_calls == 0):
-            arguments = cast_arguments(call.arguments, self._tools[call.name])
-            text = json.dumps(arguments, ensure_ascii=False)
-            self._pieces.append(CallPiece(self._num_calls, call.name, text))
-            self._num_calls += 1
+        self._send(call, ends=True)
+
+    def _send(self, call: Call, *, ends: bool = False):
+        """What is new of a call, if it is one that counts."""
+        is_one_too_many = self._num_calls > 0 and not self._parallel
+        if not self._calls_tools or call.name not in self._tools or is_one_too_many:
+            return
+        name, text = None if call.is_sent else call.name, call.take_json()
+        if name or text:
+            self._pieces.append(CallPiece(self._num_calls, name, text, ends))
+            call.is_sent = True
+        self._num_calls += ends
 
     def _give_back(self, call: Call):
         """What began as a call is text after all."""
@@ -305,6 +344,10 @@ class Glm47Parser:
             is_after_call = self._has_called and not self._has_content
             self._content.append(said.lstrip() if is_after_call else said)
             self._has_content = True
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _name_and_parameters(tool: dict[str, object]) -> tuple[str, object]:

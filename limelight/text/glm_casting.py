@@ -34,13 +34,17 @@ EXACT = 2**53
 Schema = dict[str, object]
 
 
-def cast_arguments(arguments: dict[str, str], parameters: object) -> dict[str, object]:
-    """Each argument by the property of its name; without one it stays a text."""
-    branches = _branches(parameters, parameters)
-    return {
-        key: _cast(text, _property(branches, key), parameters, MAX_DEPTH, nested=False)
-        for key, text in arguments.items()
-    }
+class Argument:
+    """The argument `key` of a tool with these parameters; without a property it is a text."""
+
+    def __init__(self, key: str, parameters: object):
+        self._root = parameters
+        self._schema = _property(_branches(parameters, parameters), key)
+        self.is_text = _types(_branches(self._schema, parameters)) <= {"string"}
+
+    def cast(self, text: str) -> object:
+        """The value that is written as `text`; the text itself if the argument `is_text`."""
+        return _cast(text, self._schema, self._root, MAX_DEPTH, nested=False)
 
 
 def _cast(value: object, schema: object, root: object, room: int, *, nested: bool) -> object:

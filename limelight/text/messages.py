@@ -23,34 +23,35 @@ def _message(where: str, given: Message) -> Message:
         raise RequestError(f"{where} must be an object", param="messages")
     if not isinstance(given.get("role"), str) or not given["role"]:
         raise RequestError(f"{where} needs a role", param="messages")
-    message = {**given, "content": _text(where, given.get("content"))}
+    message = {**given, "content": plain_text(f"{where}.content", given.get("content"))}
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _tool_calls(where, message["tool_calls"])
     return message
 
 
-def _text(where: str, content: object) -> str:
+def plain_text(where: str, content: object, *, param: str = "messages") -> str:
+    """A content as one text; `RequestError` names the part of `where` that is none."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a text or a list of parts", param="messages")
-    return "\n".join(_part(f"{where}.content[{at}]", part) for at, part in enumerate(content))
+        raise RequestError(f"{where} must be a text or a list of parts", param=param)
+    return "\n".join(_part(f"{where}[{at}]", part, param) for at, part in enumerate(content))
 
 
-def _part(where: str, part: object) -> str:
+def _part(where: str, part: object, param: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise RequestError(
             f"{where}: only parts of type text can be read; got {str(kind)[:50]!r}",
-            param="messages",
+            param=param,
         )
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a text", param="messages")
+        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a text", param=param)
     return text
 
 

@@ -83,8 +83,10 @@ class StopTexts:
         return text[:keep], None
 
     def finish(self) -> str:
-        """What was held back, where no stop text ended the text."""
+        """What was held back, where no stop text ended the text; another text may follow."""
         held, self._held = self._held, ""
+        for search in self._searches:
+            search.matched = 0
         return held
 
     def _search(self, piece: str, offset: int, counts: bool) -> tuple[int, str] | None:

@@ -1,6 +1,7 @@
 """The loop settles what a scripted runner gives: ends, errors and aborts, one request at a time."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -8,15 +9,26 @@ from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.engine.engine import Engine
 from limelight.engine.scheduler import Scheduler
-from limelight.types import DeviceLost, Request, Sampled, SamplingParams, StepResult, TokenLogprobs
+from limelight.types import (
+    Constraint,
+    DeviceLost,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepResult,
+    TokenLogprobs,
+)
 
 EOS = 9
+WHOLE = "whole"
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
 def overlap(request, monkeypatch):
     """Every test of this file holds for the plain loop and for the overlapped one."""
-    monkeypatch.setattr(Engine.__init__, "__kwdefaults__", {"overlap": request.param})
+    monkeypatch.setattr(
+        Engine.__init__, "__kwdefaults__", {"overlap": request.param, "grammars": None}
+    )
 
 
 class Scripted:
@@ -59,6 +71,8 @@ class ScriptedRunner:
         self.made[request.id] += 1
         if isinstance(token, Exception):
             raise token
+        if token is WHOLE:
+            return Sampled(grant.slot, [], is_whole=True)
         if isinstance(token, str):
             return Sampled(grant.slot, [], error=token)
         return Sampled(grant.slot, [token], prompt_logprobs=prompt_logprobs)
@@ -185,3 +199,75 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
     while engine.has_work:
         engine.step()
     engine.add(ask("a"))
+
+
+class Told:
+    """What is told of a request: its grammar is there, or why not."""
+
+    def __init__(self, request, refused=None, error=None):
+        self.request, self.refused, self.error = request, refused, error
+
+
+class ScriptedGrammars:
+    """Decides on the requests that are named, when they are."""
+
+    def __init__(self):
+        self.asked, self.verdicts = {}, {}
+
+    def ask(self, request):
+        self.asked[request.id] = request
+
+    def decided(self, *, seconds):
+        named = [name for name in self.verdicts if name in self.asked]
+        return [Told(self.asked.pop(name), **self.verdicts.pop(name)) for name in named]
+
+    def forget(self, request_id):
+        self.asked.pop(request_id, None)
+
+
+def constrained(name, **given) -> Request:
+    return replace(ask(name, **given), constraint=Constraint(tag="{}"))
+
+
+def test_a_request_waits_for_its_grammar_and_then_takes_its_place_by_arrival():
+    engine = engine_of({name: [4] * 5 for name in "abc"})
+    engine.grammars = grammars = ScriptedGrammars()
+    first, later = constrained("a", prompt=range(16)), ask("c", prompt=range(20, 36))
+    engine.add(first)
+    assert engine.has_work and engine.step() == [] and engine.stats().waiting == 1
+    engine.add(later)
+    grammars.verdicts["a"] = {}
+    outputs = [engine.step() for _ in range(8)]
+    # The step has room for one prompt: the one that came first.
+    told = [output.request_id for step in outputs for output in step]
+    assert told.index("a") < told.index("c") and not engine.compiling
+
+
+@pytest.mark.parametrize("verdict", [{"refused": "too deep"}, {"error": "no memory"}])
+def test_a_request_without_a_grammar_ends_with_the_reason_and_the_others_go_on(verdict):
+    engine = engine_of({"b": [4] * 5})
+    engine.grammars = grammars = ScriptedGrammars()
+    grammars.verdicts["a"] = verdict
+    outputs = serve(engine, constrained("a"), ask("b"))
+    last = outputs["a"][-1]
+    assert {"refused": last.refused, "error": last.error} == {
+        "refused": None,
+        "error": None,
+        **verdict,
+    }
+    assert last.finish_reason == "error" and tokens(outputs["b"]) == [4] * 5
+
+
+def test_an_abort_reaches_a_request_that_waits_for_its_grammar():
+    engine = engine_of({})
+    engine.grammars = grammars = ScriptedGrammars()
+    engine.add(constrained("a"))
+    assert engine.abort("a").finish_reason == "abort" and not grammars.asked
+    assert engine.abort("a") is None and not engine.has_work
+
+
+def test_a_whole_answer_ends_without_a_token():
+    engine = engine_of({"a": [4, 4, WHOLE]})
+    outputs = serve(engine, ask("a", max_tokens=9))["a"]
+    assert tokens(outputs) == [4, 4]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", None)

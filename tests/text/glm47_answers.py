@@ -1,6 +1,7 @@
 """Answers in the format glm47, made of tokens and taken apart again."""
 
 import codecs
+import json
 
 from limelight.text.glm47 import Glm47Parser
 from limelight.text.parsers import CallPiece, Said
@@ -77,20 +78,33 @@ def merge(group):
 
 
 def add_up(pieces):
-    names, texts = {}, {}
+    names, texts, ended = {}, {}, set()
     for said in pieces:
         for call in said.calls:
             assert isinstance(call, CallPiece)
             assert (call.index in names) == (call.name is None), "a name comes once and first"
             names.setdefault(call.index, call.name)
+            assert call.index not in ended, "nothing comes behind the end of a call"
             texts[call.index] = texts.get(call.index, "") + call.arguments
+            ended |= {call.index} if call.ends else set()
     assert list(names) == list(range(len(names)))
+    cut = set(names) - ended
+    assert cut <= {len(names) - 1}, "only the last call can be cut short"
+    assert not any(is_json(texts[i]) for i in cut), "a call that was cut looks finished"
     return (
         "".join(said.reasoning for said in pieces),
         "".join(said.content for said in pieces),
-        [(names[i], texts[i]) for i in names],
+        [(names[i], texts[i]) for i in names if i in ended],
         sum(said.num_reasoning for said in pieces),
     )
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def said(*arguments, **options):

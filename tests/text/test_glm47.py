@@ -74,7 +74,7 @@ CASES = {
     "an argument twice": (
         OSLO.replace("</tool_call>", "<arg_key>city</arg_key><arg_value>Bonn</arg_value>")
         + "</tool_call>",
-        {"prompt": CLOSED}, "", "", [("get_weather", '{"city": "Bonn"}')],
+        {"prompt": CLOSED}, "", "", [("get_weather", '{"city": "Oslo", "city": "Bonn"}')],
     ),
     "an open value": (
         "</think>" + OSLO.replace("</arg_value>", ""), {}, "", "", [GET_OSLO],
@@ -239,14 +239,69 @@ def test_content_is_sent_before_the_answer_ends(flint):
     assert "".join(sent[:11]) == "I am" and "".join(sent[:12]).startswith("I am <tool_call> not")
 
 
-def test_a_call_is_sent_whole_when_its_closer_comes(flint):
+def sent(flint, answer, **options):
+    """(what was written, pieces of calls) for each token of the answer that sends such pieces."""
+    options = {"prompt": CLOSED, "reasoning": True, "calls": True, "thinking": None} | options
     parser = Glm47Parser(
-        flint, prompt_token_ids=encode(flint, CLOSED), tools=TOOLS, reasoning=True, calls=True,
-        thinking=None,
-    )  # fmt: skip
-    sent = [parser.feed(flint.token_bytes(i).decode(), i) for i in encode(flint, OSLO)]
-    assert [one.calls for one in sent[:-1]] == [[]] * (len(sent) - 1)
-    assert sent[-1].calls == [CallPiece(0, "get_weather", '{"city": "Oslo"}')]
+        flint, prompt_token_ids=encode(flint, options.pop("prompt")), tools=TOOLS, **options
+    )
+    fed, written = [], ""
+    for i in encode(flint, answer, cut=1):
+        text = flint.token_bytes(i).decode()
+        written += text
+        if calls := parser.feed(text, i).calls:
+            assert len(calls) == 1, "the pieces of one token are joined"
+            fed.append((written, calls[0]))
+            written = ""
+    return fed, parser.finish("length").calls
+
+
+def test_a_call_is_sent_from_its_first_argument_on(flint):
+    fed, rest = sent(flint, OSLO)
+    assert fed == [
+        ("<tool_call>get_weather<arg_key>", CallPiece(0, "get_weather")),
+        ("city</arg_key><arg_value>", CallPiece(0, None, '{"city": "')),
+        *((letter, CallPiece(0, None, letter)) for letter in "Oslo"),
+        ("</arg_value>", CallPiece(0, None, '"')),
+        ("</tool_call>", CallPiece(0, None, "}", ends=True)),
+    ]
+    assert rest == []
+
+
+def test_a_text_is_sent_as_json_and_what_may_be_its_tag_is_held(flint):
+    fed, _ = sent(flint, OSLO.replace("Oslo", 'a"\n</b'))
+    pieces = [(written, piece.arguments) for written, piece in fed[2:-2]]
+    assert pieces == [("a", "a"), ('"', '\\"'), ("\n", "\\n"), ("</b", "</b")]
+
+
+def test_a_value_that_is_no_text_is_sent_when_it_closes(flint):
+    fed, rest = sent(flint, DAYS.format("12"))
+    assert [(written, piece.arguments) for written, piece in fed[1:]] == [
+        ("days</arg_key><arg_value>", '{"days": '), ("12</arg_value>", "12"), ("</tool_call>", "}"),
+    ]  # fmt: skip
+    fed, rest = sent(flint, DAYS.format("12").removesuffix("</arg_value></tool_call>"))
+    assert fed[-1][1].arguments == '{"days": ' and rest == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ("<tool_call>now", {}),
+        (OSLO.replace("get_weather", "get_time"), {}),
+        (OSLO, {"calls": False}),
+        (OSLO.removesuffix("</tool_call>"), {"prompt": OPEN}),
+    ],
+    ids=["only a name", "an unknown tool", "calls are text", "in thoughts"],
+)
+def test_nothing_of_what_may_be_no_call_is_sent(flint, answer, options):
+    assert sent(flint, answer, **options) == ([], [])
+
+
+def test_of_several_calls_only_the_first_is_sent_where_one_is_wanted(flint):
+    fed, rest = sent(flint, OSLO + ROME.removesuffix("</tool_call>"), parallel=False)
+    assert {piece.index for _, piece in fed} == {0} and rest == []
+    fed, rest = sent(flint, OSLO + ROME.removesuffix("</tool_call>"))
+    assert {piece.index for _, piece in fed} == {0, 1} and rest == []
 
 
 @pytest.mark.parametrize("reasoning", [True, False])

@@ -1,6 +1,6 @@
 import pytest
 
-from limelight.text.glm_casting import cast_arguments
+from limelight.text.glm_casting import Argument
 
 # (schema, text, value)
 CASTS = [
@@ -83,13 +83,16 @@ def test_an_argument_becomes_what_its_schema_asks_for(schema, text, value):
     if isinstance(schema, str | list):
         schema = {"type": schema}
     parameters = {"type": "object", "properties": {"a": schema}, "$defs": DEFINITIONS}
-    cast = cast_arguments({"a": text, "other": "1"}, parameters)
-    assert cast == {"a": value, "other": "1"}
-    assert type(cast["a"]) is type(value)
+    argument = Argument("a", parameters)
+    cast = argument.cast(text)
+    assert cast == value and type(cast) is type(value)
+    assert cast == text or not argument.is_text
+    assert Argument("other", parameters).cast("1") == "1"
 
 
 @pytest.mark.parametrize(
     "parameters", [None, {}, True, [], {"properties": []}, {"type": 3}], ids=str
 )
 def test_without_properties_arguments_stay_texts(parameters):
-    assert cast_arguments({"a": "1"}, parameters) == {"a": "1"}
+    argument = Argument("a", parameters)
+    assert argument.cast("1") == "1" and argument.is_text
