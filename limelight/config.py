@@ -4,6 +4,7 @@ Each field is a flag of `limelight serve` under vLLM's name; its help stands bes
 engine, values are handed down one by one, never the config.
 """
 
+import json
 import os
 from dataclasses import dataclass, field, fields
 from types import NoneType
@@ -14,7 +15,23 @@ DEFAULT_MODEL = "flint-nano"
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
+    "beam_always_constrain_output": (
+        "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
+    ),
+    "enforce_strict_tool_calling": (
+        "LIMELIGHT_ENFORCE_STRICT_TOOL_CALLING", "VLLM_ENFORCE_STRICT_TOOL_CALLING",
+    ),
+}  # fmt: skip
+# What the JSON of --structured-outputs-config may hold; the one value where there is no choice.
+STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
+    "backend": ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"),
+    "disable_fallback": (True, False),
+    "disable_any_whitespace": (True, False),
+    "disable_additional_properties": (False,),
+    "enable_in_reasoning": (False,),
 }
+PARSERS = ("glm47", "beam")
+REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
 
 
 def setting(default, help: str, *, aliases: tuple[str, ...] = ()):
@@ -51,6 +68,18 @@ def _check_at_least(config: object, **lowest: int):
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or value < low):
             raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
+
+
+def check_parsers(reasoning: str | None, calls: str | None):
+    """Refuse parsers that do not exist, and two that cannot read the same answers."""
+    for name in (reasoning, calls):
+        if name not in (None, "auto", *PARSERS):
+            raise ValueError(f"there is no parser {name!r}, only {' and '.join(PARSERS)}")
+    if reasoning != calls and "beam" in (reasoning, calls):
+        raise ValueError(
+            "the beam parser reads reasoning and calls together: give both "
+            "--reasoning-parser beam and --tool-call-parser beam"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +181,28 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = setting(
         False, "leave tools out of the prompt when a request says tool_choice none"
     )
+    tool_strict_level: Literal["auto", "function", "parameter"] = setting(
+        "auto", "parameter: as if each tool were strict; function, or auto: as each tool says"
+    )
+    enforce_strict_tool_calling: bool = setting(
+        True, "hold calls that the model is free to make to strict tools, as forced ones always are"
+    )
+    beam_always_constrain_output: bool = setting(
+        True, "hold each answer of the beam parser to its form, not only where a request needs it"
+    )
+    reasoning_config: dict[str, object] | None = setting(
+        None, "JSON object with reasoning_start_str and reasoning_end_str, for thinking budgets"
+    )
+    structured_outputs_config: dict[str, object] | None = setting(
+        None, "JSON object as vLLM takes it; disable_any_whitespace makes JSON answers compact"
+    )
+    stop_in_reasoning: bool = setting(
+        False, "look for stop texts in reasoning too, not only in the content of an answer"
+    )
+    keep_cut_calls: bool = setting(
+        False, "tell a call that was cut short as the content's last text, as the model wrote it"
+    )
+    stream_interval: int = setting(1, "tokens that a stream collects for a chunk after the first")
     reasoning_content: bool = setting(
         True, "tell reasoning under its old name reasoning_content too"
     )
@@ -163,13 +214,14 @@ class ServerConfig:
         _check_choices(self)
         _check_at_least(
             self, port=0, max_num_queued_reqs=0, max_num_queued_tokens=0, max_logprobs=-1,
-            max_body_bytes=1,
+            max_body_bytes=1, stream_interval=1,
         )  # fmt: skip
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535; got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
         self._check_parsers()
+        self._check_objects()
 
     def _check_parsers(self):
         reasoning, calls = self.reasoning_parser, self.tool_call_parser
@@ -177,11 +229,32 @@ class ServerConfig:
             raise ValueError(
                 "--enable-auto-tool-choice needs --tool-call-parser, which reads the calls"
             )
-        if reasoning != calls and "beam" in (reasoning, calls):
-            raise ValueError(
-                "the beam parser reads reasoning and calls together: give both "
-                "--reasoning-parser beam and --tool-call-parser beam"
-            )
+        check_parsers(reasoning, calls)
+
+    def _check_objects(self):
+        for key, value in (self.structured_outputs_config or {}).items():
+            options = STRUCTURED_OUTPUTS.get(key)
+            if options is None:
+                known = ", ".join(STRUCTURED_OUTPUTS)
+                raise ValueError(f"--structured-outputs-config has no key {key!r}; it has {known}")
+            if not any(type(value) is type(option) and value == option for option in options):
+                raise ValueError(
+                    f"--structured-outputs-config: {key} must be one of "
+                    f"{', '.join(map(json.dumps, options))}; got {value!r}"
+                )
+        given = self.reasoning_config
+        if given is None:
+            return
+        for key, value in given.items():
+            if key not in REASONING_MARKS:
+                known = ", ".join(REASONING_MARKS)
+                raise ValueError(f"--reasoning-config has no key {key!r}; it has {known}")
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"--reasoning-config: {key} must be a text that is not empty")
+        needed = REASONING_MARKS[1:] if self.reasoning_parser else REASONING_MARKS
+        for key in needed:
+            if key not in given:
+                raise ValueError(f"--reasoning-config needs {key}")
 
     @property
     def answer_format(self) -> str | None:

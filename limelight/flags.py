@@ -71,20 +71,17 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--lora-modules": (),
     "--pipeline-parallel-size": ("-pp",),
     "--quantization": ("-q",),
-    "--reasoning-config": (),
     "--root-path": (),
     "--speculative-config": ("-sc",),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
-    "--stream-interval": (),
-    "--structured-outputs-config": (),
-    "--tool-strict-level": (),
 }
 UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("half", "float16"),
     "kv_cache_dtype": ("float16", "fp8_e5m2", "nvfp4"),
     "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
 }
+SWITCHED = {"1": True, "true": True, "0": False, "false": False}
 FLAG = re.compile(r"(--[a-zA-Z][\w-]*)((?:\.\w[\w-]*)*)(=.*)?", re.DOTALL)
 
 
@@ -199,10 +196,18 @@ def config_from(args: argparse.Namespace, config_class: type[T], **defaults: obj
             value = getattr(args, item.name)
             values[item.name] = _joined(value) if isinstance(value, list) else value
         elif item.name in ENVIRONMENT and (text := environment(item.name)) is not None:
-            is_list = any(get_origin(option) is list for option in get_args(hints[item.name]))
-            values[item.name] = [text] if is_list else text
+            values[item.name] = _from_text(item.name, text, hints[item.name])
     make: Callable[..., T] = config_class
     return make(**values)
+
+
+def _from_text(name: str, text: str, hint: object) -> object:
+    """What an environment variable says."""
+    if hint is bool:
+        if text.lower() not in SWITCHED:
+            raise ValueError(f"{' or '.join(ENVIRONMENT[name])} must be 1 or 0; got {text!r}")
+        return SWITCHED[text.lower()]
+    return [text] if any(get_origin(option) is list for option in get_args(hint)) else text
 
 
 def _joined(values: list[object]) -> object:

@@ -1,6 +1,9 @@
+import argparse
+
 import pytest
 
 from limelight.config import ENVIRONMENT, EngineConfig, ServerConfig, environment
+from limelight.flags import config_from
 
 WRONG = [
     (EngineConfig, "device", "tpu"),
@@ -17,6 +20,8 @@ WRONG = [
     (ServerConfig, "max_num_queued_reqs", -1),
     (ServerConfig, "max_logprobs", -2),
     (ServerConfig, "shutdown_timeout", -0.1),
+    (ServerConfig, "stream_interval", 0),
+    (ServerConfig, "tool_strict_level", "none"),
 ]
 
 
@@ -46,3 +51,49 @@ def test_our_environment_variable_goes_before_another_spelling(monkeypatch):
     monkeypatch.setenv("LIMELIGHT_API_KEY", "ours")
     assert environment("api_key") == "ours"
     assert environment("port") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("structured_outputs_config", {"engine": "x"}, "no key 'engine'; it has backend"),
+        ("structured_outputs_config", {"backend": "mine"}, 'backend must be one of "auto"'),
+        ("structured_outputs_config", {"enable_in_reasoning": True}, "must be one of false"),
+        ("structured_outputs_config", {"disable_any_whitespace": 1}, "must be one of true, false"),
+        ("reasoning_config", {"start": "<t>"}, "no key 'start'; it has reasoning_start_str"),
+        ("reasoning_config", {"reasoning_start_str": ""}, "a text that is not empty"),
+        ("reasoning_config", {"reasoning_start_str": "<t>"}, "needs reasoning_end_str"),
+        ("reasoning_config", {"reasoning_end_str": "</t>"}, "needs reasoning_start_str"),
+    ],
+    ids=str,
+)
+def test_a_wrong_key_of_a_json_flag_is_named(name, value, words):
+    with pytest.raises(ValueError, match=words):
+        ServerConfig(**{name: value})
+
+
+def test_json_flags_take_what_they_know():
+    ServerConfig(structured_outputs_config={"backend": "guidance", "disable_any_whitespace": True})
+    ServerConfig(reasoning_config={"reasoning_start_str": "<t>", "reasoning_end_str": "</t>"})
+    ServerConfig(reasoning_parser="glm47", reasoning_config={"reasoning_end_str": "</think>"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "0", False),
+        ("LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "false", False),
+        ("LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "True", True),
+        ("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0", False),
+        ("VLLM_ENFORCE_STRICT_TOOL_CALLING", "1", True),
+    ],
+)
+def test_switches_can_come_from_the_environment(monkeypatch, key, text, value):
+    name = key.partition("_")[2].lower()
+    monkeypatch.setenv(key, text)
+    config = config_from(argparse.Namespace(), ServerConfig)
+    assert getattr(config, name) is value
+    monkeypatch.setenv(key, "perhaps")
+    with pytest.raises(ValueError, match=key):
+        config_from(argparse.Namespace(), ServerConfig)
+    assert getattr(config_from(argparse.Namespace(**{name: True}), ServerConfig), name) is True

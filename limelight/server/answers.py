@@ -1,21 +1,25 @@
 """What the API says of a question: stream chunks and whole answers, made from the same deltas."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 from uuid import uuid4
 
 import msgspec
 
 from limelight.engine.front import Delta
+from limelight.server.http import Refused
 from limelight.server.logprobs import (
     CompletionLogprobs,
     TokenNames,
     chat_logprobs,
     prompt_logprobs,
 )
+from limelight.server.messages import Conversation
 from limelight.server.openai import Question
 from limelight.server.prompts import Prompt
-from limelight.text.parsers import CallPiece
+from limelight.server.tools import FORCED
+from limelight.text.parsers import CallPiece, whole_calls
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import TokenLogprobs
 
@@ -81,18 +85,40 @@ def told_call(piece: CallPiece) -> dict[str, object]:
     }
 
 
-def whole_calls(pieces: list[CallPiece]) -> list[dict[str, object]]:
+def told_calls(pieces: list[CallPiece]) -> list[dict[str, object]]:
     """The calls that the pieces add up to, as a whole answer tells them."""
-    arguments: dict[int, str] = {}
-    for piece in pieces:
-        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
     calls = []
-    for piece in pieces:
-        if piece.name is not None:
-            call = told_call(CallPiece(piece.index, piece.name, arguments[piece.index]))
-            del call["index"]
-            calls.append(call)
+    for whole in whole_calls(pieces):
+        call = told_call(CallPiece(whole.index, whole.name, whole.arguments))
+        del call["index"]
+        calls.append(call)
     return calls
+
+
+class Teller(Protocol):
+    """Tells the answer to `question` in the words of one API, streamed or whole."""
+
+    question: Question
+
+    def chunks(self, index: int, delta: Delta) -> Iterable[bytes]:
+        """The events that tell a delta of the choice `index`; none if it has nothing to say."""
+        ...
+
+    def last_chunks(self) -> Iterable[bytes]:
+        """The events after the last choice has ended."""
+        ...
+
+    def error_chunks(self, refused: Refused) -> Iterable[bytes]:
+        """The events that end a stream which has begun and then failed."""
+        ...
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Keep a delta for the whole answer."""
+        ...
+
+    def whole(self) -> object:
+        """The answer, as JSON, once all choices have ended."""
+        ...
 
 
 class Answer:
@@ -138,7 +164,7 @@ class Answer:
         self.num_cached[index] = max(self.num_cached[index], delta.num_cached)
         piece = Piece(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         if question.echo and not self.begun[index]:
-            piece.text = self._prompt_text(index)
+            piece.text = self._echoed(index)
             piece.logprobs = self._echoed_logprobs(index, delta)
         self.begun[index] = True
         if question.shared.prompt_logprobs is not None and delta.prompt_logprobs is not None:
@@ -147,8 +173,9 @@ class Answer:
             )
         piece.text += delta.text
         piece.reasoning, piece.calls = delta.reasoning, delta.calls
-        self.called[index] |= bool(delta.calls)
-        if self.called[index] and delta.finish_reason == "stop":
+        self.called[index] |= any(call.ends for call in delta.calls)
+        is_named = question.demand.choice == "named"
+        if self.called[index] and delta.finish_reason == "stop" and not is_named:
             piece.finish_reason = "tool_calls"
         piece.token_ids = delta.token_ids
         self.num_generated[index] += delta.num_tokens
@@ -162,6 +189,14 @@ class Answer:
             return chat_logprobs(entries, self.names, self.question.logprobs or 0)
         return self.completion_logprobs[index].take(entries)
 
+    def _echoed(self, index: int) -> str:
+        """What an answer repeats: its prompt, or of a chat the begun answer that it continues."""
+        source = self.question.source
+        if not isinstance(source, Conversation):
+            return self._prompt_text(index)
+        last = source.messages[-1]
+        return str(last["content"]) if last["role"] == "assistant" else ""
+
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompt(index)
         if prompt.text is not None:
@@ -171,8 +206,17 @@ class Answer:
         skip = self.question.params.skip_special_tokens
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
 
+    def _prompt_told(self, index: int) -> dict[str, object]:
+        """The prompt, as far as it is to be told."""
+        told: dict[str, object] = {}
+        if self.question.shared.return_token_ids:
+            told["prompt_token_ids"] = self._prompt(index).token_ids
+        if self.question.shared.return_prompt_text:
+            told["prompt_text"] = self._prompt_text(index)
+        return told
+
     def _echoed_logprobs(self, index: int, delta: Delta) -> dict[str, list[object]] | None:
-        if self.question.logprobs is None:
+        if self.question.logprobs is None or self.question.kind == "chat":
             return None
         entries = [entry for entry in delta.prompt_logprobs or () if entry is not None]
         shape = self.completion_logprobs[index]
@@ -200,8 +244,8 @@ class Answer:
             choice = self._chat_delta(index, self._news(piece))
         else:
             choice = {"index": index, "text": piece.text}
-            if first and self.question.shared.return_token_ids:
-                choice["prompt_token_ids"] = self._prompt(index).token_ids
+            if first:
+                choice |= self._prompt_told(index)
         choice["logprobs"] = piece.logprobs
         choice["finish_reason"] = piece.finish_reason
         if piece.finish_reason is not None:
@@ -224,8 +268,8 @@ class Answer:
         content = self._envelope(chunk=True)
         content["choices"] = [choice]
         delta = choice.get("delta")
-        if self.question.shared.return_token_ids and isinstance(delta, dict) and "role" in delta:
-            content["prompt_token_ids"] = self._prompt(index).token_ids
+        if isinstance(delta, dict) and "role" in delta:
+            content |= self._prompt_told(index)
         if self.question.continuous_usage:
             content["usage"] = self._usage(
                 len(self._prompt(index).token_ids), self.num_generated[index],
@@ -238,6 +282,10 @@ class Answer:
         if self.question.include_usage:
             yield event({**self._envelope(chunk=True), "choices": [], "usage": self.usage()})
         yield DONE
+
+    def error_chunks(self, refused: Refused) -> Iterator[bytes]:
+        """The error, without [DONE], which would tell a client that all went well."""
+        yield event(refused.body, name="error")
 
     def add(self, index: int, delta: Delta):
         """Keep a delta for the whole answer."""
@@ -252,8 +300,7 @@ class Answer:
         content["service_tier"] = content["system_fingerprint"] = None
         if self.question.kind == "chat":
             content["prompt_logprobs"] = choices[0].prompt_logprobs
-            if self.question.shared.return_token_ids:
-                content["prompt_token_ids"] = self.prompts[0].token_ids
+            content |= self._prompt_told(0)
         return content
 
     def _choice(self, index: int, piece: Piece) -> dict[str, object]:
@@ -263,8 +310,7 @@ class Answer:
         else:
             choice["text"] = piece.text
             choice["prompt_logprobs"] = piece.prompt_logprobs
-            if self.question.shared.return_token_ids:
-                choice["prompt_token_ids"] = self._prompt(index).token_ids
+            choice |= self._prompt_told(index)
         choice["logprobs"] = piece.logprobs
         choice["finish_reason"] = piece.finish_reason
         choice["stop_reason"] = piece.stop_reason
@@ -273,15 +319,17 @@ class Answer:
         return choice
 
     def _message(self, piece: Piece) -> dict[str, object]:
-        says_else = piece.reasoning or piece.calls
+        calls = told_calls(piece.calls)
+        is_forced = self.question.demand.choice in FORCED
+        says_else = bool(calls) and not is_forced or bool(piece.reasoning) and not calls
         message: dict[str, object] = {
             "role": "assistant",
             "content": None if says_else and not piece.text else piece.text,
             **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
             **dict.fromkeys(self.reasoning_names, piece.reasoning or None),
         }
-        if piece.calls:
-            message["tool_calls"] = whole_calls(piece.calls)
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     def _envelope(self, *, chunk: bool) -> dict[str, object]:

@@ -19,16 +19,21 @@ from limelight import __version__
 from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import EngineClient
 from limelight.metrics import CONTENT_TYPE
+from limelight.server.anthropic import Told
 from limelight.server.http import read_body, until_gone
 from limelight.server.lifecycle import Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
-from limelight.server.parsing import MakeParser
+from limelight.server.openapi import describe
+from limelight.server.page import Page
 from limelight.server.prompts import Prompts
 from limelight.server.service import Service
 from limelight.server.startup import address, example, listen, load_texts
+from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
+
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def create_app(
@@ -39,22 +44,27 @@ def create_app(
     *,
     model: str,
     defaults: dict[str, float | int] | None = None,
-    make_parser: MakeParser | None = None,
+    form: AnswerForm | None = None,
 ) -> Starlette:
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
     `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
-    `make_parser` makes what the config's parsers are.
+    `form` is that of its answers, if the config names a parser.
     """
     if not all(config.api_key or ()):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
     reader = Reader(names, config, defaults or {})
-    service = Service(client, Prompts(tokenizer, template), reader, config, make_parser)
+    service = Service(client, Prompts(tokenizer, template), reader, config, form)
     routes = _routes(service)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
-    middleware = [Middleware(Exchange, metrics=service.metrics, paths=paths, echo_id=echo_id)]
+    middleware = [
+        Middleware(
+            Exchange, metrics=service.metrics, paths=paths, echo_id=echo_id,
+            shapes=dict.fromkeys(MESSAGES, Told),
+        )
+    ]  # fmt: skip
     if config.api_key:
         middleware.append(Middleware(Keys, keys=config.api_key))
     if config.allowed_origins:
@@ -124,18 +134,30 @@ def _routes(service: Service) -> list[Route]:
         data = [_model(name, started, length) for name in service.reader.names]
         return JSONResponse({"object": "list", "data": data})
 
+    posts = {
+        "/v1/chat/completions": service.chat,
+        "/v1/completions": service.completion,
+        "/v1/responses": service.response,
+        MESSAGES[0]: service.message,
+        MESSAGES[1]: service.count_tokens,
+        "/tokenize": service.tokenize,
+        "/detokenize": service.detokenize,
+    }
     return [
-        Route("/v1/chat/completions", Post(service, service.chat), methods=["POST"]),
-        Route("/v1/completions", Post(service, service.completion), methods=["POST"]),
+        Route("/", Page(), methods=["GET"]),
+        *(Route(path, Post(service, answer), methods=["POST"]) for path, answer in posts.items()),
         Route("/v1/models", models),
-        Route("/tokenize", Post(service, service.tokenize), methods=["POST"]),
-        Route("/detokenize", Post(service, service.detokenize), methods=["POST"]),
         Route("/health", health),
         Route("/ready", ready),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version),
         Route("/metrics", metrics),
+        Route("/openapi.json", _description),
     ]
+
+
+async def _description(request: Request) -> Response:
+    return JSONResponse(describe())
 
 
 def _model(name: str, created: int, max_model_len: int) -> dict[str, object]:
@@ -169,7 +191,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             client = EngineClient(engine_config)
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
-                model=model, defaults=texts.defaults, make_parser=texts.make_parser,
+                model=model, defaults=texts.defaults, form=texts.form,
             )  # fmt: skip
             life = Life(
                 client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout

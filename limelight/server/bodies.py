@@ -3,12 +3,17 @@
 Unknown fields are ignored; fields that ask for what is not there yet are refused by name.
 """
 
+import logging
 import re
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
 
 import msgspec
 
-from limelight.types import RequestError
+from limelight.types import MAX_TOKENS, RequestError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,19 +38,16 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "return_prompt_text": (False,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
 }
-NOT_YET_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,)}
+# vLLM's former names of structured_outputs.
+FORMER = (
+    "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern",
+)  # fmt: skip
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -86,7 +88,14 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: object = None
+    structured_outputs: object = None
+    thinking_token_budget: int | None = None
+    stream_interval: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +105,7 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +145,16 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise RequestError("the body is nested too deeply") from error
 
 
+@contextmanager
+def renamed(names: dict[str | None, str]) -> Iterator[None]:
+    """Errors name fields as the body does: `names` has those that are called otherwise there."""
+    try:
+        yield
+    except RequestError as error:
+        param = names.get(error.param, error.param)
+        raise RequestError(str(error), param=param, code=error.code) from error
+
+
 def _malformed(body: bytes, error: msgspec.DecodeError) -> RequestError:
     # Python writes NaN and Infinity, which JSON does not have; name the field that holds one.
     found = re.search(r"\(byte (\d+)\)", str(error))
@@ -148,6 +168,9 @@ def _malformed(body: bytes, error: msgspec.DecodeError) -> RequestError:
 
 def refuse_not_yet(body: bytes, fields: dict[str, tuple[object, ...]]):
     present = decode(body, dict[str, msgspec.Raw])
+    for name in FORMER:
+        if name in present:
+            logger.warning("%s is ignored; structured_outputs is what it is called now", name)
     for name in fields.keys() & present.keys():
         value = decode(bytes(present[name]), object)
         if value is not None and value not in fields[name]:
@@ -167,6 +190,20 @@ def check_sizes(shared: SharedFields):
     salt = shared.cache_salt
     if salt is not None and not 0 < len(salt) <= MAX_TEXT:
         raise RequestError(f"cache_salt must have 1 to {MAX_TEXT} characters", param="cache_salt")
+
+
+def check_counts(shared: SharedFields):
+    """Counts that say how to read or tell; those that say how to sample check themselves."""
+    least = {"thinking_token_budget": -1, "stream_interval": 1, "truncate_prompt_tokens": -1}
+    for name, low in least.items():
+        value = getattr(shared, name)
+        if value is not None and not low <= value <= MAX_TOKENS:
+            raise RequestError(f"{name} must be from {low} to {MAX_TOKENS}", param=name)
+    if shared.truncate_prompt_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
+        )
 
 
 def check_max_tokens(name: str, value: int | None, least: int):

@@ -9,9 +9,10 @@ from limelight.engine.client import EngineClient
 from limelight.engine.front import Choice, Delta
 from limelight.metrics import Metrics, SequenceTimes
 from limelight.server.http import Refused, without_private
-from limelight.text.parsers import AnswerParser
+from limelight.server.openai import Question
+from limelight.server.preparing import Prepared
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import Output, Request
+from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +76,25 @@ class Place:
 
 
 class Generation:
-    """All sequences of one HTTP request; their news come in one stream, as they happen.
-
-    `parsers` has one for each, or nothing where answers are text alone.
-    """
+    """All sequences of one HTTP request; their news come in one stream, as they happen."""
 
     def __init__(
         self,
-        requests: list[Request],
-        parsers: list[AnswerParser],
+        prepared: Prepared,
+        question: Question,
         *,
         client: EngineClient,
         tokenizer: Tokenizer | None,
         place: Place,
         metrics: Metrics,
-        tell_reasoning: bool,
+        stop_in_reasoning: bool,
+        keep_cut: bool,
     ):
-        self.requests = requests
-        self.parsers = parsers
-        self.tell_reasoning = tell_reasoning
+        self.requests = prepared.requests
+        self.parsers = prepared.parsers
+        self.question = question
+        self.stop_in_reasoning = stop_in_reasoning
+        self.keep_cut = keep_cut
         self.client = client
         self.tokenizer = tokenizer
         self.place = place
@@ -148,13 +149,18 @@ class Generation:
         """Pass the news of one sequence on until its end; the reason of the end."""
         request = self.requests[index]
         parser = self.parsers[index] if self.parsers else None
-        choice = Choice(request, self.tokenizer, parser, tell_reasoning=self.tell_reasoning)
+        choice = Choice(
+            request, self.tokenizer, parser, tell_reasoning=self.question.include_reasoning,
+            stop_in_reasoning=self.stop_in_reasoning, keep_cut=self.keep_cut,
+        )  # fmt: skip
         waits = True
         reason = None
         async for output in outputs:
             if waits:
                 waits = False
                 self.place.release(1, len(request.prompt_token_ids))
+            if output.refused is not None:
+                raise self._refused(output.refused)
             delta = choice.take(output)
             times.output(
                 delta.num_tokens, queued=output.queued_seconds, num_cached=output.num_cached
@@ -167,6 +173,11 @@ class Generation:
                 break
         assert reason is not None, f"{request.id}: the stream ended without a reason"
         return reason
+
+    def _refused(self, what: str) -> RequestError:
+        """The engine has found that the answer cannot be held to what was asked for."""
+        param = self.question.demanded_by
+        return RequestError(what, param=self.question.field_names.get(param, param))
 
 
 def _failed(request: Request, delta: Delta) -> Refused:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import msgspec
 
 from limelight.config import ServerConfig
-from limelight.server.bodies import decode
+from limelight.server.tools import Tools, read_tools
+from limelight.text.answer_form import thinking_of
+from limelight.text.demand import Demand
 from limelight.text.messages import plain_messages
 from limelight.text.template import RESERVED
 from limelight.types import RequestError
@@ -30,24 +32,38 @@ class ConversationFields(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a chat template is rendered with: `tools` are shown to the model.
-
-    `callable` are those that its answer may call, if calls are read; several, if `parallel`.
-    """
+    """What a chat template is rendered with, and the `tools`; several calls only if `parallel`."""
 
     messages: list[dict[str, object]]
-    tools: list[dict[str, object]] | None
+    tools: Tools
     documents: list[dict[str, object]] | None
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: dict[str, object]
-    callable: list[dict[str, object]] | None = None
     parallel: bool = True
 
+    @property
+    def thinking(self) -> bool | None:
+        """What the request, or the server's default, says of thinking."""
+        return thinking_of(self.template_kwargs)
 
-def read_conversation(body: bytes, config: ServerConfig) -> Conversation:
-    """The conversation of a chat body; `RequestError` names the field that is wrong."""
-    fields = decode(body, ConversationFields)
+    def demand(self, config: ServerConfig) -> Demand:
+        """Which calls the answer may have."""
+        strict = {}
+        if config.tool_strict_level == "parameter":
+            strict = {"strict": True}
+        if not self.tools.forced and not config.enforce_strict_tool_calling:
+            strict = {"strict": False}
+        return Demand(
+            tools=[function | strict for function in self.tools.functions],
+            choice=self.tools.choice,
+            parallel=self.parallel,
+            thinking=self.thinking,
+        )
+
+
+def read_conversation(fields: ConversationFields, config: ServerConfig) -> Conversation:
+    """The conversation of a chat's fields; `RequestError` names the one that is wrong."""
     if not fields.messages:
         raise RequestError("messages must hold at least one message", param="messages")
     add_prompt = fields.add_generation_prompt
@@ -57,42 +73,15 @@ def read_conversation(body: bytes, config: ServerConfig) -> Conversation:
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    _check_tools(fields, config)
-    tools = fields.tools or None
-    forbidden = fields.tool_choice == "none"
     return Conversation(
         messages=plain_messages(fields.messages),
-        tools=None if forbidden and config.exclude_tools_when_tool_choice_none else tools,
+        tools=read_tools(fields.tools, fields.tool_choice, config),
         documents=fields.documents,
         add_generation_prompt=not goes_on if add_prompt is None else add_prompt,
         continue_final_message=goes_on,
         template_kwargs=_template_kwargs(fields, config.default_chat_template_kwargs or {}),
-        callable=tools if config.reads_calls and not forbidden else None,
         parallel=fields.parallel_tool_calls is not False,
     )
-
-
-def _check_tools(fields: ConversationFields, config: ServerConfig):
-    for index, tool in enumerate(fields.tools or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise RequestError(f"tools[{index}] must be of type function", param="tools")
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise RequestError(f"tools[{index}].function needs a name", param="tools")
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise RequestError(
-            "tool_choice other than none and auto is not supported yet", param="tool_choice"
-        )
-    if fields.tools and fields.tool_choice == "auto" and not config.reads_calls:
-        raise RequestError(
-            "tool_choice auto needs a server with --enable-auto-tool-choice and --tool-call-parser",
-            param="tool_choice",
-        )
-    keeps_to_one = config.reads_calls and config.tool_call_parser == "glm47"
-    if fields.tools and fields.parallel_tool_calls is False and not keeps_to_one:
-        raise RequestError(
-            "parallel_tool_calls: false is not supported yet", param="parallel_tool_calls"
-        )
 
 
 def _template_kwargs(

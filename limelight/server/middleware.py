@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,8 +16,11 @@ from limelight.server.http import Gone, Refused, clean_request_id, refusal, send
 
 logger = logging.getLogger(__name__)
 
-# Probes and scrapers carry no key, and dashboards for vLLM read /metrics without one.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+# Probes and scrapers carry no key, dashboards for vLLM read /metrics without one, and the page at /
+# asks its reader for the key.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/openapi.json"})
+# Makes an error one that another API tells.
+Shape = Callable[[Refused], Refused]
 CLIENT_GONE = 499  # as nginx logs it; never sent
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
@@ -31,7 +35,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
         if scope["type"] == "http" and not self._admits(scope):
             raise Refused(
-                401, "give a valid key in the header Authorization: Bearer KEY",
+                401, "give a valid key in the header Authorization: Bearer KEY, or in x-api-key",
                 code="invalid_api_key",
             )  # fmt: skip
         await self.app(scope, receive, send)
@@ -39,22 +43,35 @@ class Keys:
     def _admits(self, scope: Scope) -> bool:
         if scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = sha256(key.strip().encode()).digest()
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Anthropic's clients have a header of their own.
+        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        given = [sha256(key.encode()).digest() for key in (bearer, headers.get("x-api-key", ""))]
         # All keys are compared, in constant time each, so that timing tells nothing.
-        matches = [hmac.compare_digest(given, digest) for digest in self.digests]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(one, other) for one in given for other in self.digests]
+        return any(matches)
 
 
 class Exchange:
     """Turns what the routes raise into answers, and notes each exchange in the log and the metrics.
 
-    Sets `state.request_id`, which the routes read.
+    Sets `state.request_id`, which the routes read. `shapes` has the paths whose errors are told in
+    another shape than OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, paths: frozenset[str], echo_id: bool):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        paths: frozenset[str],
+        echo_id: bool,
+        shapes: dict[str, Shape],
+    ):
         self.app = app
         self.metrics = metrics
+        self.shapes = shapes
         self.paths = paths
         self.echo_id = echo_id
 
@@ -84,7 +101,8 @@ class Exchange:
         except Exception as error:
             refused = refusal(error)
             reason = refused.message
-            await send_refused(noting_send, refused)
+            reshape = self.shapes.get(scope["path"])
+            await send_refused(noting_send, refused if reshape is None else reshape(refused))
         finally:
             self._note(scope, status, time.perf_counter() - began, request_id, reason)
 

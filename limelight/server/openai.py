@@ -11,18 +11,21 @@ from typing import Literal
 from limelight.config import ServerConfig
 from limelight.server.bodies import (
     NOT_YET,
-    NOT_YET_CHAT,
     ChatFields,
     CompletionFields,
     SharedFields,
     StreamOptions,
+    check_counts,
     check_max_tokens,
     check_sizes,
     decode,
     refuse_not_yet,
+    renamed,
 )
 from limelight.server.http import Refused, clean_request_id
-from limelight.server.messages import Conversation, read_conversation
+from limelight.server.messages import Conversation, ConversationFields, read_conversation
+from limelight.server.tools import FORCED
+from limelight.text.demand import Demand
 from limelight.types import RequestError, SamplingParams
 
 MAX_PROMPTS = 1024
@@ -40,9 +43,9 @@ SAMPLING = (
 class Question:
     """An HTTP request for text, checked: what to generate, and how to tell it.
 
-    `source` is a conversation or prompts as texts and token ids. `params` is what to compute,
-    `logprobs` and `shared` what to tell; `field_names` are the body's names of what is called
-    otherwise elsewhere.
+    `source` is a conversation or prompts as texts and token ids. `params` and `demand`, but for the
+    content's format in `shared`, are what to compute, `logprobs` and `shared` what to tell;
+    `field_names` are the body's names of what is called otherwise elsewhere.
     """
 
     kind: Literal["chat", "completion"]
@@ -53,6 +56,8 @@ class Question:
     params: SamplingParams
     logprobs: int | None
     include_usage: bool
+    demand: Demand = field(default_factory=Demand)
+    budget: int | None = None  # of tokens of reasoning
     echo: bool = False
     include_reasoning: bool = True
     field_names: dict[str | None, str] = field(default_factory=dict)
@@ -68,6 +73,16 @@ class Question:
     def num_sequences(self) -> int:
         prompts = len(self.source) if isinstance(self.source, list) else 1
         return prompts * self.params.n
+
+    @property
+    def demanded_by(self) -> str | None:
+        """The field that holds the answer to a form."""
+        if self.demand.choice in FORCED:
+            return "tool_choice"
+        for name in ("structured_outputs", "response_format"):
+            if getattr(self.shared, name) not in (None, {"type": "text"}):
+                return name
+        return "tools" if self.demand.tools else None
 
     @property
     def add_special_tokens(self) -> bool:
@@ -91,40 +106,61 @@ class Reader:
 
     def chat(self, body: bytes, request_id: str) -> Question:
         """A body of /v1/chat/completions; `RequestError` names the field that is wrong."""
-        refuse_not_yet(body, NOT_YET | NOT_YET_CHAT)
-        shared = self._shared(body)
+        refuse_not_yet(body, NOT_YET)
         own = decode(body, ChatFields)
-        if own.top_logprobs is not None and not own.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        self._check_logprobs("top_logprobs", own.top_logprobs)
-        if own.include_reasoning is False and self.config.reasoning_parser is None:
-            raise RequestError(
-                "include_reasoning: false needs a server with --reasoning-parser",
-                param="include_reasoning",
-            )
-        logprobs = (own.top_logprobs or 0) if own.logprobs else None
         name = "max_tokens" if own.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = shared.max_tokens
-        if own.max_completion_tokens is not None:
-            max_tokens = own.max_completion_tokens
-        check_max_tokens(name, max_tokens, 1)
-        return Question(
-            kind="chat",
+        shared = decode(body, SharedFields)
+        return self.chat_question(
+            shared,
+            own,
+            decode(body, ConversationFields),
             id="chatcmpl-" + (clean_request_id(shared.request_id) or request_id),
-            model=self.names[0],
-            shared=shared,
-            source=read_conversation(body, self.config),
-            params=self._params(shared, max_tokens, logprobs, shared.prompt_logprobs),
-            logprobs=logprobs,
-            include_usage=self._include_usage(shared),
-            include_reasoning=own.include_reasoning is not False,
             field_names={"prompt": "messages", "max_tokens": name},
         )
+
+    def chat_question(
+        self,
+        shared: SharedFields,
+        own: ChatFields,
+        conversation: ConversationFields,
+        *,
+        id: str,
+        field_names: dict[str | None, str],
+    ) -> Question:
+        """A chat from its fields, whichever API they came by; `RequestError` names the wrong one.
+
+        What the body calls otherwise, the error names as `field_names` says.
+        """
+        with renamed(field_names):
+            self._check(shared)
+            self._check_chat(own)
+            logprobs = (own.top_logprobs or 0) if own.logprobs else None
+            max_tokens = shared.max_tokens
+            if own.max_completion_tokens is not None:
+                max_tokens = own.max_completion_tokens
+            check_max_tokens(field_names.get("max_tokens", "max_tokens"), max_tokens, 1)
+            source = read_conversation(conversation, self.config)
+            return Question(
+                kind="chat",
+                id=id,
+                model=self.names[0],
+                shared=shared,
+                source=source,
+                params=self._params(shared, max_tokens, logprobs, shared.prompt_logprobs),
+                logprobs=logprobs,
+                include_usage=self._include_usage(shared),
+                demand=source.demand(self.config),
+                budget=_budget(shared),
+                echo=bool(own.echo),
+                include_reasoning=own.include_reasoning is not False,
+                field_names=field_names,
+            )
 
     def completion(self, body: bytes, request_id: str) -> Question:
         """A body of /v1/completions; `RequestError` names the field that is wrong."""
         refuse_not_yet(body, NOT_YET)
-        shared = self._shared(body)
+        shared = decode(body, SharedFields)
+        self._check(shared)
         own = decode(body, CompletionFields)
         self._check_logprobs("logprobs", own.logprobs)
         max_tokens = 16 if shared.max_tokens is None else shared.max_tokens
@@ -144,21 +180,31 @@ class Reader:
             params=self._params(shared, max_tokens, own.logprobs, prompt_logprobs),
             logprobs=own.logprobs,
             include_usage=self._include_usage(shared),
+            budget=_budget(shared),
             echo=bool(own.echo),
         )
 
-    def _shared(self, body: bytes) -> SharedFields:
-        shared = decode(body, SharedFields)
+    def _check(self, shared: SharedFields):
         self.check_model(shared.model)
         self._check_logprobs("prompt_logprobs", shared.prompt_logprobs)
         check_sizes(shared)
+        check_counts(shared)
         if shared.stream_options is not None and not shared.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if shared.stream and shared.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if abs(shared.priority) > MAX_PRIORITY:
             raise RequestError(f"priority must be within {MAX_PRIORITY} of 0", param="priority")
-        return shared
+
+    def _check_chat(self, own: ChatFields):
+        if own.top_logprobs is not None and not own.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        self._check_logprobs("top_logprobs", own.top_logprobs)
+        if own.include_reasoning is False and self.config.reasoning_parser is None:
+            raise RequestError(
+                "include_reasoning: false needs a server with --reasoning-parser",
+                param="include_reasoning",
+            )
 
     def check_model(self, model: str | None):
         """`Refused` (404) unless this name is served; none at all means the only model there is."""
@@ -200,6 +246,11 @@ class Reader:
                 "n must be 1 at temperature 0: all choices would be the same", param="n"
             )
         return params
+
+
+def _budget(shared: SharedFields) -> int | None:
+    budget = shared.thinking_token_budget
+    return None if budget in (None, -1) else budget
 
 
 def _prompts(prompt: str | list[int | str | list[int]] | None) -> list[str | list[int]]:

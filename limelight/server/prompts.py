@@ -49,7 +49,7 @@ class Prompts:
         try:
             return self.template.render(
                 conversation.messages,
-                tools=conversation.tools,
+                tools=conversation.tools.shown,
                 documents=conversation.documents,
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,

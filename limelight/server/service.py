@@ -1,9 +1,7 @@
 """What the routes do: a body in, an answer out through `send`."""
 
 import asyncio
-import copy
 import logging
-import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,24 +12,32 @@ from starlette.types import Send
 
 from limelight.config import ServerConfig
 from limelight.engine.client import EngineClient
-from limelight.engine.front import Delta, make_requests
+from limelight.engine.front import Delta
 from limelight.metrics import Metrics
-from limelight.server.answers import Answer, event
+from limelight.server.answers import Answer, Teller
+from limelight.server.anthropic import read_message
+from limelight.server.anthropic_answer import MessageAnswer
 from limelight.server.bodies import DetokenizeFields, TokenizeFields, decode
 from limelight.server.generation import Generation, Place, Queue
 from limelight.server.http import refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
-from limelight.server.messages import Conversation, read_conversation
+from limelight.server.messages import Conversation, ConversationFields, read_conversation
 from limelight.server.openai import Question, Reader
-from limelight.server.parsing import MakeParser
+from limelight.server.pacing import paced
+from limelight.server.parsing import Handler
+from limelight.server.preparing import prepare
 from limelight.server.prompts import Prompt, Prompts
-from limelight.text.parsers import AnswerParser
-from limelight.types import ModelInfo, Request, RequestError
+from limelight.server.responses import read_response
+from limelight.server.responses_answer import ResponseAnswer
+from limelight.text.answer_form import AnswerForm
+from limelight.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Makes what tells the answer to a question with these prompts.
+MakeTeller = Callable[[Question, list[Prompt]], Teller]
 
 # Bodies up to this size have threads of their own, so that the large ones, which take a second a
 # megabyte, hold up only each other.
@@ -54,15 +60,15 @@ class Service:
         prompts: Prompts,
         reader: Reader,
         config: ServerConfig,
-        make_parser: MakeParser | None,
+        form: AnswerForm | None,
     ):
         needed = config.answer_format is not None
-        assert needed == (make_parser is not None), "the flags ask for another parser"
+        assert needed == (form is not None), "the flags ask for another parser"
         self.client = client
         self.prompts = prompts
         self.reader = reader
         self.config = config
-        self.make_parser = make_parser
+        self.handler = Handler(form, prompts.tokenizer, config)
         self.quick_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quick")
         self.slow_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="slow")
         self.metrics = Metrics(reader.names[0], stats=lambda: client.stats, info=self._info)
@@ -77,11 +83,45 @@ class Service:
 
     async def chat(self, body: bytes, request_id: str, send: Send):
         """/v1/chat/completions"""
-        await self._answer(self.reader.chat(body, request_id), len(body), send)
+        await self.ask(self.reader.chat(body, request_id), len(body), send)
 
     async def completion(self, body: bytes, request_id: str, send: Send):
         """/v1/completions"""
-        await self._answer(self.reader.completion(body, request_id), len(body), send)
+        await self.ask(self.reader.completion(body, request_id), len(body), send)
+
+    async def response(self, body: bytes, request_id: str, send: Send):
+        """/v1/responses"""
+        question, fields = read_response(self.reader, body, request_id)
+
+        def tell(question: Question, prompts: list[Prompt]) -> Teller:
+            return ResponseAnswer(
+                question, fields, self.prompts.tokenizer,
+                num_prompt=len(prompts[0].token_ids),
+                tell_cached=self.config.enable_prompt_tokens_details,
+            )  # fmt: skip
+
+        await self.ask(question, len(body), send, tell)
+
+    async def message(self, body: bytes, request_id: str, send: Send):
+        """/v1/messages"""
+        question = read_message(self.reader, body, request_id)
+
+        def tell(question: Question, prompts: list[Prompt]) -> Teller:
+            return MessageAnswer(
+                question,
+                num_prompt=len(prompts[0].token_ids),
+                tell_cached=self.config.enable_prompt_tokens_details,
+            )
+
+        await self.ask(question, len(body), send, tell)
+
+    async def count_tokens(self, body: bytes, request_id: str, send: Send):
+        """/v1/messages/count_tokens"""
+        question = read_message(self.reader, body, request_id, counts=True)
+        [prompt] = await self._in_thread(
+            len(body), self.prompts.read, question.source, add_special_tokens=False
+        )
+        await send_json(send, {"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, body: bytes, request_id: str, send: Send):
         """/tokenize, of a prompt or of a conversation."""
@@ -90,7 +130,7 @@ class Service:
         source: Conversation | list[str | list[int]]
         source = [fields.prompt or ""]
         if fields.prompt is None:
-            source = read_conversation(body, self.config)
+            source = read_conversation(decode(body, ConversationFields), self.config)
         special = fields.add_special_tokens
         [prompt] = await self._in_thread(
             len(body),
@@ -116,24 +156,38 @@ class Service:
             send, {"prompt": await self._in_thread(len(body), self.prompts.text, fields.tokens)}
         )
 
-    async def _answer(self, question: Question, size: int, send: Send):
+    async def ask(
+        self, question: Question, size: int, send: Send, make_teller: MakeTeller | None = None
+    ):
+        """Answer a question that came in a body of `size` bytes, told as one of the APIs does."""
         with Place(self.queue, question.num_sequences) as place:
-            prompts, requests, parsers = await self._in_thread(size, self._prepare, question)
-            place.hold(sum(len(request.prompt_token_ids) for request in requests))
+            prepared = await self._in_thread(
+                size, prepare, question, self.prompts, self.handler, self.client.info
+            )
+            place.hold(sum(len(request.prompt_token_ids) for request in prepared.requests))
             self.metrics.choices.observe(question.params.n)
-            answer = Answer(
-                question, prompts, self.prompts.tokenizer,
-                tell_cached=self.config.enable_prompt_tokens_details,
-                reasoning_names=self._reasoning_names(question),
-            )  # fmt: skip
+            teller = (make_teller or self._openai_teller)(question, prepared.prompts)
             generation = Generation(
-                requests, parsers, client=self.client, tokenizer=self.prompts.tokenizer,
-                place=place, metrics=self.metrics, tell_reasoning=question.include_reasoning,
+                prepared, question, client=self.client, tokenizer=self.prompts.tokenizer,
+                place=place, metrics=self.metrics,
+                stop_in_reasoning=self.config.stop_in_reasoning,
+                keep_cut=self.config.keep_cut_calls,
             )  # fmt: skip
             with self.lifecycle.running(generation):
                 async with aclosing(generation.deltas()) as deltas:
-                    tell = _send_stream if question.shared.stream else _send_whole
-                    await tell(answer, deltas, send)
+                    if not question.shared.stream:
+                        await _send_whole(teller, deltas, send)
+                        return
+                    interval = question.shared.stream_interval or self.config.stream_interval
+                    async with aclosing(paced(deltas, interval)) as chunks:
+                        await _send_stream(teller, chunks, send)
+
+    def _openai_teller(self, question: Question, prompts: list[Prompt]) -> Teller:
+        return Answer(
+            question, prompts, self.prompts.tokenizer,
+            tell_cached=self.config.enable_prompt_tokens_details,
+            reasoning_names=self._reasoning_names(question),
+        )  # fmt: skip
 
     def _reasoning_names(self, question: Question) -> tuple[str, ...]:
         """Under which names the answer tells its reasoning; none where it is not told apart."""
@@ -141,34 +195,6 @@ class Service:
             return ()
         both = self.config.reasoning_content
         return ("reasoning", "reasoning_content") if both else ("reasoning",)
-
-    def _prepare(
-        self, question: Question
-    ) -> tuple[list[Prompt], list[Request], list[AnswerParser]]:
-        # Two clients may choose the same X-Request-Id; the engine must still tell them apart.
-        unique = f"{question.id}-{uuid.uuid4().hex[:8]}"
-        try:
-            prompts = self.prompts.read(
-                question.source, add_special_tokens=question.add_special_tokens
-            )
-            requests = [
-                request
-                for index, prompt in enumerate(prompts)
-                for request in make_requests(
-                    f"{unique}-{index}", prompt.token_ids, question.params,
-                    info=self.client.info, tokenizer=self.prompts.tokenizer,
-                    priority=question.shared.priority, cache_salt=question.shared.cache_salt or "",
-                )
-            ]  # fmt: skip
-        except RequestError as error:
-            param = question.field_names.get(error.param, error.param)
-            raise RequestError(str(error), param=param, code=error.code) from error
-        source, make = question.source, self.make_parser
-        if make is None or not isinstance(source, Conversation):
-            return prompts, requests, []
-        # The prompt is read once, however many answers it gets.
-        parser = make(prompts[0], source)
-        return prompts, requests, [parser, *(copy.deepcopy(parser) for _ in requests[1:])]
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -179,29 +205,28 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
-async def _send_whole(answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
+async def _send_whole(teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
     async for index, delta in deltas:
-        answer.add(index, delta)
-    await send_json(send, answer.whole())
+        teller.add(index, delta)
+    await send_json(send, teller.whole())
 
 
-async def _send_stream(answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
+async def _send_stream(teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
     """Stream the answer; what goes wrong before its first event is raised, later it is an event."""
     started = False
     try:
         async for index, delta in deltas:
-            chunks = b"".join(answer.chunks(index, delta))
+            chunks = b"".join(teller.chunks(index, delta))
             if chunks and not started:
                 started = True
                 await start(send, 200, STREAM_HEADERS)
             if chunks:
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
-        last = b"".join(answer.last_chunks())
+        last = b"".join(teller.last_chunks())
     except Exception as error:
         if not started:
             raise
         refused = refusal(error)
-        logger.warning("%s: the stream ended early: %s", answer.question.id, refused.message)
-        # Without [DONE], which would tell a client that all went well.
-        last = event(refused.body, name="error")
+        logger.warning("%s: the stream ended early: %s", teller.question.id, refused.message)
+        last = b"".join(teller.error_chunks(refused))
     await send({"type": "http.response.body", "body": last})

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig, ServerConfig
-from limelight.server.parsing import MakeParser, find_parser
+from limelight.server.parsing import find_answer_form
+from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import SamplingParams
@@ -25,13 +26,13 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class Texts:
     """What stands between texts and token ids, and the model's own sampling defaults.
 
-    `make_parser` is None where answers are text alone.
+    `form` is None where answers are text alone.
     """
 
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     defaults: dict[str, float | int]
-    make_parser: MakeParser | None = None
+    form: AnswerForm | None = None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,7 +79,8 @@ def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
     override = Path(server.chat_template) if server.chat_template else None
     template = ChatTemplate.load(folder, override=override)
     defaults = sampling_defaults(engine, server.generation_config)
-    return Texts(tokenizer, template, defaults, find_parser(server, folder, tokenizer, template))
+    form = find_answer_form(server, folder, tokenizer, template)
+    return Texts(tokenizer, template, defaults, form)
 
 
 def sampling_defaults(engine: EngineConfig, choice: str) -> dict[str, float | int]:

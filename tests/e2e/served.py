@@ -77,3 +77,29 @@ def serve(folder: Path, *arguments: str):
     finally:
         process.kill()
         process.wait()
+
+
+def ask(client, messages, **fields):
+    """The message of a whole answer and its finish reason, which a stream gives as well."""
+    fields = {
+        "model": client.models.list().data[0].id,
+        "temperature": 0,
+        "max_tokens": 300,
+    } | fields
+    whole = client.chat.completions.create(messages=messages, **fields).choices[0]
+    content, reasoning, calls, reason = "", "", {}, None
+    for chunk in client.chat.completions.create(messages=messages, stream=True, **fields):
+        [choice] = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning", None) or ""
+        for call in choice.delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            name += call.function.name or ""
+            calls[call.index] = name, arguments + (call.function.arguments or "")
+        reason = choice.finish_reason
+    message = whole.message
+    told = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    assert list(calls.values()) == told
+    assert (content, reasoning) == (message.content or "", message.reasoning or "")
+    assert reason == whole.finish_reason
+    return message, whole.finish_reason

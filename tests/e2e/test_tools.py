@@ -2,9 +2,8 @@
 
 import json
 
-import openai
 import pytest
-from served import serve
+from served import ask
 
 TOOLS = [
     {
@@ -20,42 +19,6 @@ TOOLS = [
         },
     }
 ]
-PARSERS = {"flint-nano": "glm47", "beam-nano": "beam"}
-
-
-@pytest.fixture(scope="module", params=PARSERS)
-def client(request, tmp_path_factory):
-    parser = PARSERS[request.param]
-    flags = ["--reasoning-parser", parser, "--tool-call-parser", parser]
-    flags += ["--enable-auto-tool-choice"]
-    with serve(tmp_path_factory.mktemp("served"), request.param, *flags) as running:
-        yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-
-
-def ask(client, messages, **fields):
-    """The message of a whole answer and its finish reason, which a stream gives as well."""
-    fields = {
-        "model": client.models.list().data[0].id,
-        "temperature": 0,
-        "max_tokens": 300,
-    } | fields
-    whole = client.chat.completions.create(messages=messages, **fields).choices[0]
-    content, reasoning, calls, reason = "", "", {}, None
-    for chunk in client.chat.completions.create(messages=messages, stream=True, **fields):
-        [choice] = chunk.choices
-        content += choice.delta.content or ""
-        reasoning += getattr(choice.delta, "reasoning", None) or ""
-        for call in choice.delta.tool_calls or []:
-            name, arguments = calls.get(call.index, ("", ""))
-            name += call.function.name or ""
-            calls[call.index] = name, arguments + (call.function.arguments or "")
-        reason = choice.finish_reason
-    message = whole.message
-    told = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
-    assert list(calls.values()) == told
-    assert (content, reasoning) == (message.content or "", message.reasoning or "")
-    assert reason == whole.finish_reason
-    return message, whole.finish_reason
 
 
 @pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
@@ -17,8 +17,18 @@ from limelight.engine.client import EngineDead, EngineStatus
 from limelight.server.app import create_app
 from limelight.server.lifecycle import Life
 from limelight.server.startup import address, listen
+from limelight.text.answer_form import Asked
+from limelight.text.demand import Demand
 from limelight.text.parsers import CallPiece, Said
-from limelight.types import EngineStats, ModelInfo, Output, Request, TokenLogprobs
+from limelight.types import (
+    Constraint,
+    EngineStats,
+    ModelInfo,
+    Output,
+    Reasoning,
+    Request,
+    TokenLogprobs,
+)
 
 MODEL = "tiny"
 END = 256
@@ -73,6 +83,7 @@ class FakeEngine:
     phase: str = "ready"
     healthy: bool = True
     error: str | None = None
+    refused: str | None = None
     max_model_len: int = 100
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -120,7 +131,7 @@ class FakeEngine:
                 ends = token_id == END and not request.params.ignore_eos
                 reason = "stop" if ends and request.max_tokens else reason
                 self.speaking.add(request.id)
-                finished = reason is not None or self.error is not None
+                finished = bool(reason or self.error or self.refused)
                 yield self._output(request, step, token_id, reason)
                 if finished:
                     return
@@ -145,8 +156,9 @@ class FakeEngine:
             token_ids=[token_id][: request.max_tokens],
             logprobs=None if params.logprobs is None else [guess(token_id, params.logprobs)],
             prompt_logprobs=[None, *prompt] if wants else None,
-            finish_reason="error" if self.error else reason,
+            finish_reason="error" if self.error or self.refused else reason,
             error=self.error,
+            refused=self.refused,
             num_cached=min(5, len(request.prompt_token_ids) - 1),
             queued_seconds=0.001,
         )
@@ -179,6 +191,8 @@ class FakeParser:
         )
 
     def finish(self, reason: str) -> Said:
+        if self.where == "call":
+            return Said(cut="[" + self.call)
         return Said(content="~") if self.where == "content" and reason == "stop" else Said()
 
     def _take(self, character: str) -> Said:
@@ -189,7 +203,8 @@ class FakeParser:
             self.num_calls += 1
             name, _, arguments = self.call.partition(" ")
             at = self.num_calls - 1
-            return Said(calls=[CallPiece(at, name), CallPiece(at, None, arguments or "{}")])
+            last = CallPiece(at, None, arguments or "{}", ends=True)
+            return Said(calls=[CallPiece(at, name), last])
         elif (self.where, character) == ("reasoning", ")"):
             self.where = "content"
         elif self.where == "call":
@@ -199,6 +214,32 @@ class FakeParser:
         else:
             return Said(content=character)
         return Said()
+
+
+class FakeForm:
+    """Answers as `FakeParser` reads them; keeps what it was asked. A constraint is the demand."""
+
+    def __init__(self, begun: str = ""):
+        self.begun = begun
+        self.asked: list[Asked] = []
+        self.demands: list[Demand] = []
+
+    def parser(self, asked: Asked) -> FakeParser:
+        self.asked.append(asked)
+        return FakeParser(self.begun, reads_calls=bool(asked.tools))
+
+    def constraint(self, asked: Asked, demand: Demand, *, budget: int | None = None):
+        self.demands.append(demand)
+        if not demand.tools and demand.content is None:
+            return None
+        opened = asked.token_ids[-1:] == ids("(")
+        return Constraint(tag=json.dumps(asdict(demand)), after_reasoning=opened)
+
+    def reasoning(self, asked: Asked, *, budget: int | None = None) -> Reasoning:
+        opened = asked.token_ids[-1:] == ids("(")
+        return Reasoning(
+            starts=[ids("(")], ends=[ids(")")], is_open=opened, budget=budget, forced_end=ids(")")
+        )
 
 
 class Api:

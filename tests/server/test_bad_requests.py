@@ -127,11 +127,8 @@ def test_a_whole_vocabulary_of_logprobs_needs_the_operator(make_api):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("structured_outputs", {"regex": "a+"}), ("response_format", {"type": "json_object"}),
-        ("thinking_token_budget", 5), ("use_beam_search", True), ("length_penalty", 2.0),
-        ("logprob_token_ids", [1]), ("truncate_prompt_tokens", 5), ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"), ("tool_choice", {"function": {"name": "f"}}), ("echo", True),
-        ("modalities", ["audio"]), ("vllm_xargs", {"a": 1}),
+        ("use_beam_search", True), ("length_penalty", 2.0), ("logprob_token_ids", [1]),
+        ("functions", [{"name": "f"}]), ("modalities", ["audio"]),
         ("kv_transfer_params", {}), ("prediction", {"type": "content"}), ("watermarking", {}),
     ],
     ids=lambda value: repr(value)[:40],
@@ -140,14 +137,6 @@ def test_what_is_not_there_yet_is_refused_by_name(api, field, value):
     error = refused(api.chat(**{field: value}))
     assert error["param"] == field
     assert "not supported yet" in error["message"]
-
-
-def test_parallel_calls_cannot_be_forbidden_yet(api):
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert (
-        refused(api.chat(tools=tools, parallel_tool_calls=False))["param"] == "parallel_tool_calls"
-    )
-    assert api.chat(tools=tools, parallel_tool_calls=True).status_code == 200
 
 
 def test_neutral_values_and_unknown_fields_are_fine(api):

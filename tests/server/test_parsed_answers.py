@@ -1,7 +1,7 @@
 """Chat answers taken apart by a parser: reasoning, content and calls, whole and streamed."""
 
 import pytest
-from server_fakes import FakeEngine, FakeParser, events, ids
+from server_fakes import FakeEngine, FakeForm, events, ids
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 BOTH = {
@@ -12,19 +12,13 @@ ANSWER = 'A(why)B[now][add {"a": 1}]C'
 
 @pytest.fixture
 def make_parsed(make_api):
-    """Builds an api whose engine says `text`, read by `FakeParser`, and what it was made for."""
+    """Builds an api whose engine says `text`, read by `FakeParser`, and its form."""
 
     def make(text: str = ANSWER, *, begun: str = "", **config):
         engine = FakeEngine(lambda request: ids(text), max_model_len=300)
-        made = []
-
-        def make_parser(prompt, conversation):
-            made.append((prompt, conversation))
-            reads = bool(conversation.callable)
-            return FakeParser(begun, reads_calls=reads)
-
-        api = make_api(engine, make_parser=make_parser, **(config or BOTH))
-        return api, engine, made
+        form = FakeForm(begun)
+        api = make_api(engine, form=form, **(config or BOTH))
+        return api, engine, form
 
     return make
 
@@ -154,22 +148,22 @@ def test_without_a_reasoning_parser_answers_have_no_such_field(make_parsed):
 
 
 def test_each_choice_is_read_by_itself_and_the_prompt_once(make_parsed):
-    api, _, made = make_parsed()
+    api, _, form = make_parsed()
     choices = api.chat(tools=TOOLS, n=3).json()["choices"]
     assert [choice["message"]["reasoning"] for choice in choices] == ["why"] * 3
     ids_of_calls = {call["id"] for choice in choices for call in choice["message"]["tool_calls"]}
-    assert len(made) == 1 and len(ids_of_calls) == 6
+    assert len(form.asked) == 1 and len(ids_of_calls) == 6
 
 
 def test_completions_are_text_alone(make_parsed):
-    api, _, made = make_parsed()
+    api, _, form = make_parsed()
     assert api.complete("x", max_tokens=100).json()["choices"][0]["text"] == ANSWER
-    assert made == []
+    assert form.asked == []
 
 
 @pytest.mark.parametrize("excluded", [False, True])
 def test_tool_choice_none_calls_nothing_and_can_hide_the_tools(make_parsed, excluded):
-    api, engine, made = make_parsed(**BOTH, exclude_tools_when_tool_choice_none=excluded)
+    api, engine, form = make_parsed(**BOTH, exclude_tools_when_tool_choice_none=excluded)
     for choice, shown in (("none", not excluded), ("auto", True), (None, True)):
         answer = api.chat(tools=TOOLS, tool_choice=choice).json()["choices"][0]
         prompt = bytes(engine.requests[-1].prompt_token_ids).decode()
@@ -177,12 +171,12 @@ def test_tool_choice_none_calls_nothing_and_can_hide_the_tools(make_parsed, excl
         calls = choice != "none"
         assert (answer["finish_reason"] == "tool_calls") == calls
         assert ("tool_calls" in answer["message"]) == calls
-        assert (made[-1][1].callable == TOOLS) == calls
+        assert (form.asked[-1].tools == TOOLS) == calls
 
 
 def test_auto_needs_a_server_that_reads_calls(make_api, make_parsed):
     tools = {"tools": TOOLS, "tool_choice": "auto"}
-    idle, _, made = make_parsed(reasoning_parser="glm47", tool_call_parser="glm47")
+    idle, _, _ = make_parsed(reasoning_parser="glm47", tool_call_parser="glm47")
     for api in (make_api(), idle):
         answer = api.chat(**tools)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
@@ -191,18 +185,11 @@ def test_auto_needs_a_server_that_reads_calls(make_api, make_parsed):
     assert "[now]" in message["content"] and "tool_calls" not in message
 
 
-def test_one_call_at_a_time_is_what_glm47_can_keep_to(make_parsed):
-    api, _, made = make_parsed()
-    assert api.chat(tools=TOOLS, parallel_tool_calls=False).status_code == 200
-    assert made[-1][1].parallel is False
-    beam = {**BOTH, "reasoning_parser": "beam", "tool_call_parser": "beam"}
-    api, _, _ = make_parsed(**beam)
-    answer = api.chat(tools=TOOLS, parallel_tool_calls=False)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "parallel_tool_calls")
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
-def test_forced_calls_are_still_refused(make_parsed, choice):
-    api, _, _ = make_parsed()
-    answer = api.chat(tools=TOOLS, tool_choice=choice)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_cut_call_can_be_kept_as_the_end_of_the_content(make_parsed, keeps):
+    api, _, _ = make_parsed("B[now][add", **BOTH, keep_cut_calls=keeps)
+    for length, cut in ((3, "[n"), (8, "[a"), (40, "[add")):
+        choice = api.chat(tools=TOOLS, max_tokens=length).json()["choices"][0]
+        content = choice["message"]["content"]
+        assert content == ("B" + cut if keeps else "B")
+        assert streamed(api, max_tokens=length)["content"] == content

@@ -8,10 +8,8 @@ import pytest
 from server_fakes import write_model
 
 from limelight.config import EngineConfig, ServerConfig
-from limelight.server import parsing
-from limelight.server.messages import Conversation
-from limelight.server.prompts import Prompt
 from limelight.server.startup import address, example, listen, load_texts, sampling_defaults
+from limelight.text import answer_form
 
 
 def write_defaults(folder: Path, **values: object) -> EngineConfig:
@@ -98,7 +96,7 @@ def test_beam_needs_a_template_with_the_fields_that_it_reads(tmp_path, template,
 def test_beam_without_auto_tool_choice_reads_reasoning_alone(tmp_path, caplog):
     engine = write_tokenizer(tmp_path, start_anchor="<bot>", fields=THINKING)
     texts = load_texts(engine, ServerConfig(**{**BEAM, "enable_auto_tool_choice": False}))
-    assert texts.make_parser is not None
+    assert texts.form is not None
     assert "--enable-auto-tool-choice" in caplog.text
 
 
@@ -110,7 +108,7 @@ def test_parsers_need_a_tokenizer(tmp_path):
 
 def test_a_tool_parser_that_is_never_used_is_warned_of(tmp_path, caplog):
     texts = load_texts(write_tokenizer(tmp_path), ServerConfig(tool_call_parser="glm47"))
-    assert texts.make_parser is None
+    assert texts.form is None
     assert "--enable-auto-tool-choice" in caplog.text
 
 
@@ -129,16 +127,12 @@ def test_glm47_knows_whether_a_request_switched_thinking_off(
     tmp_path, monkeypatch, caplog, template, kwargs, thinking
 ):
     made = []
-    monkeypatch.setattr(parsing, "Glm47Parser", lambda tokenizer, **fields: made.append(fields))
+    monkeypatch.setattr(answer_form, "Glm47Parser", lambda tokenizer, **fields: made.append(fields))
     engine = write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     texts = load_texts(engine, ServerConfig(**GLM))
     texts.template.close()
-    conversation = Conversation(
-        messages=[], tools=None, documents=None, add_generation_prompt=True,
-        continue_final_message=False, template_kwargs=kwargs,
-    )  # fmt: skip
-    texts.make_parser(Prompt([1], "x"), conversation)
+    texts.form.parser(answer_form.Asked(token_ids=[1], text="x", template_kwargs=kwargs))
     assert made[0]["thinking"] is thinking
     assert ("cannot be turned off" in caplog.text) == (template == "no switch")
 
