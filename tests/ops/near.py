@@ -11,7 +11,8 @@ PLACES = [
 ]
 
 # Of the norm of the error to that of the result; a third of that of the largest error to the
-# largest result, where two rounding points may fall to the other side. Seen: 7e-7 (FP32 sums of a matrix unit: more), 2e-4, 2e-3.
+# largest result, where two rounding points may fall to the other side. Seen: 7e-7 (FP32 sums of a
+# matrix unit: more), 2e-4, 2e-3.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
