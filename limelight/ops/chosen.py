@@ -11,8 +11,8 @@ import triton.language as tl
 
 from limelight.ops import by_size, pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, Weight
-from limelight.ops.thin import block_sums, blocks_of, decoded, stacked
+from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, Weight, stacked
+from limelight.ops.thin import block_sums, blocks_of, decoded
 
 
 @triton.jit

@@ -128,6 +128,22 @@ def _eight(v0, v1, v2, v3, v4, v5, v6, v7):
 
 
 @triton.jit
+def stacked(tiles):
+    """2^n tensors [...] as one [..., 2^n]; all in registers."""
+    shape: tl.constexpr = tiles[0].shape
+    COUNT: tl.constexpr = len(tiles)
+    joined = tiles
+    for _ in tl.static_range(COUNT // 2):
+        if len(joined) > 1:
+            halved = ()
+            for i in tl.static_range(len(joined) // 2):
+                pair = tl.join(joined[i], joined[i + len(joined) // 2])
+                halved = halved + (pair,)  # type: ignore[assignment]
+            joined = halved
+    return tl.reshape(joined[0], shape + [COUNT])
+
+
+@triton.jit
 def codes_of(word):
     """The 8 codes of each int32 of a row: FP32 [..., 8], times 2^-14.
 

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from limelight.ops import by_size, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
+from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
 
 @triton.jit
@@ -570,14 +571,16 @@ def grouped_moe(
     (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
     each = triton.cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
-        tile = _fitted(by_size(FP4_TILES, each), y_TD)
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
-        blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
-        out_PD, shared_TD = _decoding(
-            y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks, tile,
-            count, fp32,
-        )  # fmt: skip
+        weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
+        if each <= MOST_EACH and fits(weights[1]):
+            sorted_B = _sort(ids_TN, experts, 8) if ids_TN.numel() > MOST_PAIRS else (None, None)
+            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, sorted_B, fp32)
+        else:
+            tile = _fitted(by_size(FP4_TILES, each), y_TD)
+            blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
+            out_PD, shared_TD = _decoding(y_TD, *weights, blocks, tile, count, fp32)
     else:
         block_m, *tiles = by_size(TILES, each)
         blocks = _sort(ids_TN, experts, block_m)

@@ -149,10 +149,13 @@ def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool
 
 
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
+    if isinstance(weight_VD, FP4):
+        # The matrix units, which leave more of the time to decoding, win where rows are many.
+        if thin.few_tile(len(x_TD), weight_VD) is not None:
+            return thin.few_rows(x_TD, weight_VD, dtype=torch.float32)
+        return fp4.product(x_TD, weight_VD, dtype=torch.float32)
     if len(x_TD) == 1 and x_TD.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TD, None, weight_VD, dtype=torch.float32)[1]
-    if isinstance(weight_VD, FP4):
-        return fp4.product(x_TD, weight_VD, dtype=torch.float32)
     # As fast for a few rows as a kernel of our own.
     return torch.mm(x_TD, weight_VD.T, out_dtype=torch.float32)
 

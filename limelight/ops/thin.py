@@ -22,13 +22,12 @@ from limelight.ops.fp4 import (
     BLOCK,
     FP4,
     LEFT_OF_SUMS,
-    LEFT_OF_WEIGHTS,
     Weight,
     block_scale,
     codes_of,
-    weights_of,
-    words_of,
+    stacked,
 )
+from limelight.ops.fp4_few import along, few_parts, finish, held, sums
 
 
 @triton.jit
@@ -126,22 +125,6 @@ def _rounded(x, dtype: tl.constexpr):
         is_pure=True,
         pack=2,
     )
-
-
-@triton.jit
-def stacked(tiles):
-    """2^n tensors [...] as one [..., 2^n]; all in registers."""
-    shape: tl.constexpr = tiles[0].shape
-    COUNT: tl.constexpr = len(tiles)
-    joined = tiles
-    for _ in tl.static_range(COUNT // 2):
-        if len(joined) > 1:
-            halved = ()
-            for i in tl.static_range(len(joined) // 2):
-                pair = tl.join(joined[i], joined[i + len(joined) // 2])
-                halved = halved + (pair,)  # type: ignore[assignment]
-            joined = halved
-    return tl.reshape(joined[0], shape + [COUNT])
 
 
 @triton.jit
@@ -320,74 +303,19 @@ def _few_kernel(
 def _few_fp4_kernel(
     x, weight, scales, factors, out, rows, stride_x,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, LEFT: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_few_kernel`. A tile is 8 rows of the weight and 128 columns for each warp.
-
-    A thread has 32 neighbouring columns of a row: 4 words and the scales of two blocks. Triton
-    gives a thread 4 columns that lie together of 16 where it sees that weights come of fewer bits.
-    """
+    """Up to 8 rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    CHUNKS: tl.constexpr = (F + WARPS * 128 - 1) // (WARPS * 128)
-    ROWS: tl.constexpr = N * (2 if GATED else 1)
-    ITEMS: tl.constexpr = BLOCK_N // 8
-    # The matrix unit takes 16 rows at least.
-    COPIES: tl.constexpr = 2 if BLOCK_T == 8 else 1
-    M: tl.constexpr = BLOCK_T * COPIES
-    dtype: tl.constexpr = x.dtype.element_ty
-    r = tl.program_id(0) * BLOCK_N + tl.arange(0, 8)[:, None, None] * ITEMS
-    w = tl.arange(0, WARPS)[None, :, None] * (CHUNKS * 128)
-    word, pair = tl.arange(0, 16)[None, None, :], tl.arange(0, 4)[None, None, :]
-    tiles, pairs = (), ()
-    for c in tl.static_range(CHUNKS):
-        for i in tl.static_range(ITEMS):
-            f, row = w + c * 128, _weight_row(r + i, N, GATED)
-            at = weight + row * (F // 8) + (f // 8 + word)
-            at_scale = scales + row * (F // 32) + (f // 32 + pair)
-            if ROWS % BLOCK_N == 0 and F % (WARPS * 128) == 0:
-                tile, scale = tl.load(at), tl.load(at_scale)
-            else:
-                tile = tl.load(at, mask=(r + i < ROWS) & (f + word * 8 < F), other=0)
-                scale = tl.load(at_scale, mask=(r + i < ROWS) & (f + pair * 32 < F), other=0)
-            tiles = tiles + (tile,)  # type: ignore[assignment]
-            pairs = pairs + (scale,)  # type: ignore[assignment]
-    i_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    factor_N = tl.load(factors + _weight_row(i_N, N, GATED), mask=i_N < ROWS, other=0.0)
+    first = tl.program_id(0) * BLOCK_N
+    tiles, pairs = held(weight, scales, first, N, F, GATED, BLOCK_N, WARPS, ALONG)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # [4, 8, WARPS, BLOCK_T / 8, 4, 8]: in this order a thread loads the columns that it has.
-    shape: tl.constexpr = [4, 8, WARPS, BLOCK_T // 8, 4, 8]
-    f = tl.arange(0, 4)[:, None, None, None, None, None] * 32
-    f += tl.arange(0, WARPS)[None, None, :, None, None, None] * (CHUNKS * 128)
-    f += tl.arange(0, 4)[None, None, None, None, :, None] * 8 + tl.arange(0, 8)
-    t = tl.arange(0, 8)[None, :, None, None, None, None]
-    t += tl.arange(0, BLOCK_T // 8)[None, None, None, :, None, None] * 8
-    f, t = tl.broadcast_to(f, shape), tl.broadcast_to(t, shape)
-    sums = ()
-    for _ in tl.static_range(ITEMS):
-        sums = sums + (tl.zeros([WARPS, M, 8], tl.float32),)  # type: ignore[assignment]
-    for c in tl.static_range(CHUNKS):
-        at = x + t.to(tl.int64) * stride_x + (f + c * 128)
-        x_tile = tl.load(at, mask=(t < rows) & (f + c * 128 < F), other=0.0)
-        x_tile = tl.broadcast_to(x_tile, [4, 8, WARPS, BLOCK_T // 8 * COPIES, 4, 8])
-        x_tile = tl.reshape(x_tile, [4, 8, WARPS, BLOCK_T // 8 * COPIES, 4, 2, 4])
-        x_tile = tl.reshape(tl.permute(x_tile, [2, 3, 1, 4, 5, 0, 6]), [WARPS, M, 128])
-        old = sums
-        sums = ()
-        for i in tl.static_range(ITEMS):
-            scale = pairs[c * ITEMS + i]
-            scale = tl.join(scale & 255, (scale >> 8) & 255)[:, :, :, :, None]
-            scale = tl.reshape(tl.broadcast_to(scale, [8, WARPS, 4, 2, 2]), [8, WARPS, 16])
-            tile = weights_of(tiles[c * ITEMS + i], scale, dtype)
-            tile = tl.reshape(tile, [8, WARPS, 4, 4, 2, 4])
-            tile = tl.reshape(tl.permute(tile, [1, 3, 4, 2, 5, 0]), [WARPS, 128, 8])
-            sum_ = tl.dot(x_tile, tile, old[i], input_precision="ieee")
-            sums = sums + (sum_,)  # type: ignore[assignment]
-    sum_WTN = tl.reshape(stacked(sums), [WARPS, M, BLOCK_N])
-    y_TN = _of_copies(sum_WTN, BLOCK_T) * (factor_N * LEFT)[None, :]
-    _store_few(y_TN, out, rows, N, GATED, FP32)
+    m = tl.arange(0, 8)
+    x_M, out_M = x + m.to(tl.int64) * stride_x, out + m.to(tl.int64) * N
+    sum_NM = sums(tiles, pairs, x_M, m < rows, F, BLOCK_N, WARPS, ALONG)
+    finish(sum_NM, factors, first, out_M, m < rows, N, GATED, FP32)
 
 
 @triton.jit
@@ -437,7 +365,12 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
 ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 4096: Tile(4, 4, 8), 8192: Tile(4, 4, 6)}
 FEW_FP4 = 8  # rows, at most
 # By the most columns.
-FEW_ROWS_FP4 = {2048: Tile(16, 4, 5), 4096: Tile(16, 8, 2), 8192: Tile(8, 8, 2)}
+FEW_ROWS_FP4 = {
+    1024: Tile(64, 4, 3), 2048: Tile(32, 4, 2), 4096: Tile(32, 8, 1), 8192: Tile(16, 8, 2)
+}  # fmt: skip
+# Of so many rows that programs come in many waves, as LM heads have.
+LONG = 65536
+LONG_FP4 = {1: Tile(16, 2, 8), FEW_FP4: Tile(32, 4, 3)}
 MOST_COLUMNS = 8192  # that registers hold
 
 
@@ -516,25 +449,25 @@ def few_rows(
     outputs = rows if fp32 is None else rows // 2
     y_TN = torch.empty(count, outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     options = {"N": outputs, "F": columns, "GATED": fp32 is not None, "FP32": bool(fp32)}
-    options |= {"BLOCK_T": max(triton.next_power_of_2(count), 8), "BLOCK_N": tile.rows}
-    options |= {"WARPS": tile.warps, "num_warps": tile.warps, "maxnreg": tile.registers}
+    options |= {"BLOCK_N": tile.rows, "WARPS": tile.warps, "num_warps": tile.warps}
+    options |= {"maxnreg": tile.registers}
     grid = (triton.cdiv(rows, tile.rows),)
     if isinstance(weight_DF, FP4):
-        scales = weight_DF.scales.view(torch.int16)
         _few_fp4_kernel[grid](
-            x_TF, words_of(weight_DF.codes), scales, weight_DF.rows, y_TN, count, x_TF.stride(0),
-            LEFT=LEFT_OF_WEIGHTS, **options, **pdl(x_TF),
+            x_TF, *few_parts(weight_DF), y_TN, count, x_TF.stride(0),
+            ALONG=along(columns, tile.rows, tile.warps), **options, **pdl(x_TF),
         )  # fmt: skip
     else:
         run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
         _few_kernel[grid](
-            x_TF, weight_DF, y_TN, count, x_TF.stride(0), RUN=run & -run, **options, **pdl(x_TF)
-        )
+            x_TF, weight_DF, y_TN, count, x_TF.stride(0), RUN=run & -run,
+            BLOCK_T=max(triton.next_power_of_2(count), 8), **options, **pdl(x_TF),
+        )  # fmt: skip
     return y_TN
 
 
 def few_tile(count: int, weight_DF: Weight) -> Tile | None:
-    """The tile for a few rows; None where another product is as good."""
+    """The tile for a few rows, or one; None where another product is as good."""
     columns = weight_DF.shape[1]
     if not 0 < count <= max(FEW_ROWS) or columns > MOST_COLUMNS:
         return None
@@ -543,7 +476,8 @@ def few_tile(count: int, weight_DF: Weight) -> Tile | None:
     # A thread loads the scales of two blocks at once.
     if count > FEW_FP4 or columns % (2 * BLOCK):
         return None
-    return by_size(FEW_ROWS_FP4, columns)
+    long = len(weight_DF) >= LONG and columns <= 2048
+    return by_size(LONG_FP4, count) if long else by_size(FEW_ROWS_FP4, columns)
 
 
 def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:

@@ -10,8 +10,9 @@ PLACES = [
     pytest.param(("cuda", torch.bfloat16), id="bf16-cuda", marks=pytest.mark.gpu),
 ]
 
-# Of the norm of the error to that of the result; half of that of the largest error to the largest
-# result. Seen: 7e-7 (FP32 sums of a matrix unit: more), 2e-4, 2e-3.
+# Of the norm of the error to that of the result; a third of that of the largest error to the
+# largest result, where two rounding points may fall to the other side. Seen: 7e-7 (FP32 sums of a
+# matrix unit: more), 2e-4, 2e-3.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -20,4 +21,4 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype
     assert out.shape == expected.shape
     error, exact = out.double() - expected.double(), expected.double()
     assert error.norm() <= TOLERANCE[dtype] * exact.norm()
-    assert error.abs().max() <= 2 * TOLERANCE[dtype] * exact.abs().max()
+    assert error.abs().max() <= 3 * TOLERANCE[dtype] * exact.abs().max()

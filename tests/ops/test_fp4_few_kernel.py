@@ -11,7 +11,7 @@ from fp4s import decoded, meta_fp4, random_fp4
 from near import PLACES, assert_near
 from sizes import WEIGHTS
 
-from limelight.ops import thin
+from limelight.ops import linear, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.chosen import few_moe
 from limelight.ops.experts import moe
@@ -52,7 +52,7 @@ def call_of(name: str, shape: tuple[int, int]) -> Callable[[], object]:
     if name == "beam gate_up":
         return lambda: thin.one_row(None, x, None, weight, fp32=True)
     if name.endswith("head"):
-        return lambda: thin.one_row(None, x, None, weight, dtype=torch.float32)
+        return lambda: linear.lm_head.kernel(x, weight)
     return lambda: thin.one_row(None, x, None, weight)
 
 
