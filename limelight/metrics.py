@@ -1,7 +1,7 @@
 """The metrics, under the names that dashboards for vLLM read; nothing else knows these names."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from limelight.types import EngineStats, ModelInfo
+from limelight.types import EngineStats, ModelInfo, SpeculationStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = ("model_name", "engine")
@@ -205,11 +205,45 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up", stats.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found", stats.prefix_hits)
         yield self._step_tokens(stats)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
         if (info := self.info()) is not None:
             yield self._gauge(
                 "cache_config_info", "The KV cache", 1,
                 block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
             )  # fmt: skip
+
+    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
+        counts = {
+            "num_drafts": ("Verifications with a draft at least", stats.steps),
+            "num_draft_tokens": ("Drafts that were verified", stats.verified),
+            "num_offered_tokens": ("Drafts that could have been verified", stats.offered),
+            "num_made_tokens": ("Drafts that the drafter made", stats.drafted),
+            "num_accepted_tokens": ("Drafts that were accepted", stats.accepted),
+            "predicted_accepted_tokens": ("Verified drafts by their chance", stats.predicted),
+        }
+        for name, (help, value) in counts.items():
+            yield self._counter(f"spec_decode_{name}", help, value)
+        for name, help, values in (
+            ("num_draft_tokens_per_pos", "Drafts verified, by place", stats.verified_at),
+            ("num_accepted_tokens_per_pos", "Drafts accepted, by place", stats.accepted_at),
+        ):
+            family = CounterMetricFamily(
+                f"vllm:spec_decode_{name}", help, labels=(*LABELS, "position")
+            )
+            for place, value in enumerate(values):
+                family.add_metric([*self.labels, str(place)], value)
+            yield family
+        yield self._gauge("spec_decode_budget", "Drafts verified in the last step", stats.budget)
+        yield self._gauge("spec_decode_other_rows", "Its other rows", stats.rows)
+        yield self._gauge("spec_decode_drafting", "1: the drafter works", stats.drafting)
+        yield self._gauge("spec_decode_slope", "Of acceptance by log odds", stats.slope)
+        intercepts = GaugeMetricFamily(
+            "vllm:spec_decode_intercept", "Of acceptance, by place", labels=(*LABELS, "position")
+        )
+        for place, intercept in enumerate(stats.intercepts):
+            intercepts.add_metric([*self.labels, str(place)], intercept)
+        yield intercepts
 
     def _gauge(self, name: str, help: str, value: float, **labels: str) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=(*LABELS, *labels))

@@ -353,6 +353,25 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What became of drafts since the start, and what is expected of the next ones."""
+
+    steps: int = 0  # verifications of a sequence with a draft at least
+    drafted: int = 0
+    offered: int = 0  # that could have been verified
+    verified: int = 0
+    accepted: int = 0
+    verified_at: list[int] = field(default_factory=list)  # by place in the block
+    accepted_at: list[int] = field(default_factory=list)
+    predicted: float = 0.0  # how many were expected to be accepted
+    budget: int = 0  # of the last step, as are the other rows
+    rows: int = 0
+    drafting: bool = True
+    slope: float = 0.0
+    intercepts: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The engine's state after a step, for metrics and for admission at the door."""
 
@@ -365,6 +384,7 @@ class EngineStats:
     prefix_hits: int = 0  # tokens found there
     steps: int = 0
     step_tokens: int = 0
+    speculation: SpeculationStats | None = None  # None: nothing is drafted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

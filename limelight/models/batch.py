@@ -1,10 +1,12 @@
 """What one forward reads beside its token ids: positions, and where keys and values live."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from limelight.ops.attention import packed_attention, paged_attention
+from limelight.ops.block import block_attention, block_keys
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 
@@ -69,4 +71,65 @@ class Batch:
         return paged_attention(
             qkv_TN, norm_2C, self.paged.caches[layer], layout,
             heads=heads, scale=scale, turn=turn, ssmax_T=ssmax_T, **ends,
+        ).flatten(1)  # fmt: skip
+
+
+class Blocks(Protocol):
+    """T rows of drafters' blocks, as many of each sequence, at these positions."""
+
+    @property
+    def positions_T(self) -> torch.Tensor: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv_TN: torch.Tensor,
+        norm_2C: torch.Tensor,
+        *,
+        heads: Heads,
+        window: int | None,
+        causal: bool,
+        scale: float,
+        turn: Rotation,
+    ) -> torch.Tensor:
+        """Attention of `layer` for rows [q | k | v], over context and block: [T, H * C]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBlocks:
+    """Blocks of `rows` rows behind contexts in the cache, into which their keys and values go too.
+
+    A layout's sequence b is block b: `seq_lens_B[b]` counts its context and its rows, but no more
+    than the longest length, where its positions then end.
+    """
+
+    positions_T: torch.Tensor
+    rows: int
+    paged: Paged
+    _keys: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        qkv_TN: torch.Tensor,
+        norm_2C: torch.Tensor,
+        *,
+        heads: Heads,
+        window: int | None,
+        causal: bool,
+        scale: float,
+        turn: Rotation,
+    ) -> torch.Tensor:
+        group = self.paged.group_of_layer[layer]
+        layout = self.paged.layouts[group]
+        assert layout.window == window
+        if (group, causal) not in self._keys:
+            positions_BQ = self.positions_T.unflatten(0, (-1, self.rows))
+            self._keys[group, causal] = block_keys(positions_BQ, layout, causal=causal)
+        return block_attention(
+            qkv_TN, norm_2C, self.paged.caches[layer], layout.slots_T, self._keys[group, causal],
+            heads=heads, scale=scale, turn=turn,
         ).flatten(1)  # fmt: skip

@@ -31,6 +31,7 @@ from limelight.models.layers import (
     RowParallelLinear,
     SwiGLU,
 )
+from limelight.models.taps import Taps
 from limelight.ops import activation, norm, rope, router
 from limelight.ops.rope import Rotation
 
@@ -191,7 +192,9 @@ class Beam(nn.Module):
         self.norm = RMSNorm(config.hidden_size, model.within("norm"), eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
-    def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, tokens_T: torch.Tensor, batch: Batch, taps: Taps | None = None
+    ) -> torch.Tensor:
         """The normed hidden states [T, D], which `logits` takes."""
         turn = rope.rotation(
             batch.positions_T,
@@ -201,8 +204,10 @@ class Beam(nn.Module):
         h_TD = self.embed(tokens_T, batch.last_tokens_S)
         norms = [*self._input_norms(), self.norm]
         y_TD = norm.rmsnorm(h_TD, norms[0].weight, eps=norms[0].eps)
-        for layer, following in zip(self.layers, norms[1:], strict=True):
+        for i, (layer, following) in enumerate(zip(self.layers, norms[1:], strict=True)):
             h_TD, y_TD = layer(h_TD, y_TD, turn, ssmax_T, batch, following)
+            if taps is not None:
+                taps.take(i, h_TD)
         return y_TD
 
     def _input_norms(self) -> Iterator[RMSNorm]:

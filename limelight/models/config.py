@@ -60,12 +60,19 @@ class ConfigReader:
             raise self.fault(key, "must be a list of integers")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.json.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.fault(key, "must be true or false")
+        return value
+
     def require(self, key: str, *expected: object) -> None:
         """Refuse a key that says something that would change the result."""
         if key in self.json and self.json[key] not in expected:
             raise self.fault(key, f"is only supported as {expected[0]!r}")
 
-    def rope_theta(self, layer_type: str) -> float:
+    def rope_theta(self, layer_type: str, *, default: float = 10_000.0) -> float:
         """From `rope_parameters` (flat or keyed by layer type), or an older top-level key."""
         parameters = self.json.get("rope_parameters") or self.json.get("rope_scaling") or {}
         if isinstance(parameters, dict) and layer_type in parameters:
@@ -75,7 +82,7 @@ class ConfigReader:
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind != "default":
             raise self.fault("rope_parameters", "is only supported with rope_type default")
-        theta = parameters.get("rope_theta", self.json.get("rope_theta", 10_000.0))
+        theta = parameters.get("rope_theta", self.json.get("rope_theta", default))
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < 1e30:
             raise self.fault("rope_parameters", "needs a rope_theta above 0")
         return float(theta)

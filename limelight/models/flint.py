@@ -29,6 +29,7 @@ from limelight.models.layers import (
     RowParallelLinear,
     SwiGLU,
 )
+from limelight.models.taps import Taps
 from limelight.ops import linear, norm, rope, router
 from limelight.ops.rope import Rotation
 
@@ -174,7 +175,9 @@ class Flint(nn.Module):
         self.norm = RMSNorm(config.hidden_size, model.within("norm"), eps=config.rms_norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size, place)
 
-    def forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, tokens_T: torch.Tensor, batch: Batch, taps: Taps | None = None
+    ) -> torch.Tensor:
         """The normed hidden states [T, D], which `logits` takes."""
         h_TD = self.embed(tokens_T, batch.last_tokens_S)
         turn = rope.rotation(
@@ -182,8 +185,10 @@ class Flint(nn.Module):
             head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=h_TD.dtype,
         )  # fmt: skip
         x_TD = None
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             h_TD, x_TD = layer(h_TD, x_TD, turn, batch)
+            if taps is not None:
+                taps.take(i, h_TD, x_TD)
         assert x_TD is not None, "a model has layers"
         return norm.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
 

@@ -279,7 +279,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.mesh = mesh = place.mesh
         share = math.ceil(vocab_size / mesh.size)
-        first = min(mesh.rank * share, vocab_size)
+        self.first = first = min(mesh.rank * share, vocab_size)
         part = Part("lm_head", vocab_size, slice(first, min(first + share, vocab_size)))
         dtype = torch.float32 if place.device.type == "cpu" else place.dtype
         self.weight = place.matrix([part], size, dtype=dtype, dummy=UNIT)

@@ -20,6 +20,26 @@ from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 
 
+def attend(
+    q_BQHC: torch.Tensor,
+    k_KBLC: torch.Tensor,
+    v_KBLC: torch.Tensor,
+    bias_BQL: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """The equation without sinks, [B, Q, H, C]; `bias_BQL` is 0, or -inf where a key is hidden.
+
+    By torch's own: the same rounding points, and zero for a query that sees no key.
+    """
+    k_BKLC, v_BKLC = (x.transpose(0, 1).to(q_BQHC.dtype) for x in (k_KBLC, v_KBLC))
+    out_BHQC = F.scaled_dot_product_attention(
+        q_BQHC.transpose(1, 2), k_BKLC, v_BKLC, scale=scale, enable_gqa=True,
+        attn_mask=bias_BQL[:, None].to(q_BQHC.dtype),
+    )  # fmt: skip
+    return out_BHQC.transpose(1, 2)
+
+
 def _attend(
     q_BQHC: torch.Tensor,
     k_KBLC: torch.Tensor,
@@ -31,13 +51,8 @@ def _attend(
 ) -> torch.Tensor:
     """The equation above for B sequences, whose last key is zero: [B, Q, H, C]."""
     if sinks_H is None:
-        # Torch's own attention: the same rounding points, and zero for a query that sees no key.
-        k_BKLC, v_BKLC = (x[:, :, :-1].transpose(0, 1).to(q_BQHC.dtype) for x in (k_KBLC, v_KBLC))
-        out_BHQC = F.scaled_dot_product_attention(
-            q_BQHC.transpose(1, 2), k_BKLC, v_BKLC, scale=scale, enable_gqa=True,
-            attn_mask=bias_BQL[:, None, :, :-1].to(q_BQHC.dtype),
-        )  # fmt: skip
-        return out_BHQC.transpose(1, 2)
+        k_KBLC, v_KBLC, bias_BQL = k_KBLC[:, :, :-1], v_KBLC[:, :, :-1], bias_BQL[..., :-1]
+        return attend(q_BQHC, k_KBLC, v_KBLC, bias_BQL, scale=scale)
     (kv_heads, batch, keys, size), queries = k_KBLC.shape, q_BQHC.shape[1]
     # The G query heads of one KV head stand side by side and share its keys in one product.
     q_KBGQC = q_BQHC.float().view(batch, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)

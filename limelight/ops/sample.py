@@ -54,6 +54,23 @@ def invert(probs_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
     return torch.minimum(token_R1, last_R1)[:, 0].clamp(0, probs_RV.shape[1] - 1)
 
 
+def truncate(
+    probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
+) -> torch.Tensor:
+    """Zero what min-p, top-k and top-p leave out of rows sorted by falling probability.
+
+    Off are min-p 0, top-k as large as the vocabulary, and top-p 1.
+    """
+    kept_RV = probs_RV >= probs_RV[:, :1] * min_p_R[:, None]
+    kept_RV &= torch.arange(probs_RV.shape[1], device=probs_RV.device) < top_k_R[:, None]
+    probs_RV = probs_RV * kept_RV
+    probs_RV = probs_RV / probs_RV.sum(dim=-1, keepdim=True)
+    before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+    kept_RV = before_RV < top_p_R[:, None]
+    kept_RV[:, 0] = True
+    return probs_RV * kept_RV
+
+
 @triton.jit
 def _piece(logits, row, piece, stride, V, cap, PIECE: tl.constexpr):
     """The logits of one piece, under their cap; -inf behind the end."""

@@ -5,7 +5,7 @@ The random number of a token depends on its seed and position alone: not on slot
 preemption.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from limelight.ops.sample import GREEDY_BELOW, invert, sample
+from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
 from limelight.runner.grammar import Guide, Masks
 from limelight.types import Request, SamplingParams, TokenLogprobs
 
@@ -275,18 +275,11 @@ class Sampler:
         return ids_RV.gather(1, index_R[:, None])[:, 0].tolist()
 
     def _truncate(self, probs_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        """Zero what min-p, top-k and top-p leave out of rows sorted by falling probability."""
-        kept_RV = probs_RV >= probs_RV[:, :1] * self._numbers([p.min_p for p in params])[:, None]
-        top_k_R = self._numbers([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
-        kept_RV &= torch.arange(self.vocab_size, device=self.device) < top_k_R[:, None]
-        probs_RV = probs_RV * kept_RV
-        probs_RV = probs_RV / probs_RV.sum(dim=-1, keepdim=True)
-        before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-        kept_RV = before_RV < self._numbers([p.top_p for p in params])[:, None]
-        kept_RV[:, 0] = True
-        return probs_RV * kept_RV
+        top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
+        cuts = (top_k, [p.top_p for p in params], [p.min_p for p in params])
+        return truncate(probs_RV, *(self._numbers(cut) for cut in cuts))
 
-    def _numbers(self, values: list[float]) -> torch.Tensor:
+    def _numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _logprobs(

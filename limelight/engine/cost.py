@@ -1,0 +1,148 @@
+"""How long a step takes, by its rows and by the context that they read. NumPy, no torch.
+
+Measured on a grid at the start, and corrected by every step that is timed while serving. A step
+of few rows is padded to the next size on the grid, since it replays a graph of that size; beyond
+the largest graph times lie on lines between the points.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+SPREAD = 0.05  # log of how far times of the same step lie apart, until it is known
+LEAST_SPREAD = 0.005
+OUTLIER = 3.0  # spreads beyond which a time counts as just that far
+WIDENING = 0.2  # how fast the spread follows: what is late again and again is no outlier
+RATE, LEAST_RATE = 0.5, 0.04  # of a point's first correction, and of all in the long run
+REACH = 1.0  # octaves of rows over which points that were never seen take part in a correction
+MOST_TRUST = 50.0
+
+
+def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The rising numbers nearest to `values` by weighted squares: neighbours out of order join."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        count = 1
+        while blocks and blocks[-1][0] >= value:
+            before, heavy, many = blocks.pop()
+            value = (before * heavy + value * weight) / (heavy + weight)
+            weight, count = weight + heavy, count + many
+        blocks.append((value, weight, count))
+    return np.repeat([b[0] for b in blocks], [b[2] for b in blocks])
+
+
+class StepCost:
+    """Milliseconds of a step that never fall with rows or context.
+
+    `points` are numbers of rows, of which those up to `graphs` have a graph, `contexts` sums of the
+    lengths of a step's sequences, and `ms[c][p]` the time of each pair.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[int],
+        contexts: Sequence[int],
+        ms: Sequence[Sequence[float]] | np.ndarray,
+        *,
+        graphs: int,
+    ):
+        self.points_P, self.contexts_C = np.array(points), np.array(contexts)
+        times_CP = np.array(ms, dtype=np.float64)
+        for name, axis in (("rows", self.points_P), ("contexts", self.contexts_C)):
+            if axis.ndim != 1 or len(axis) == 0 or (np.diff(axis) <= 0).any() or axis[0] < 0:
+                raise ValueError(f"a table of step times needs rising {name}, got {axis.tolist()}")
+        if times_CP.shape != (len(contexts), len(points)):
+            raise ValueError(
+                f"a table of step times needs {len(contexts)} rows of {len(points)} times, "
+                f"got shape {times_CP.shape}"
+            )
+        if not (np.isfinite(times_CP).all() and (times_CP > 0).all()):
+            raise ValueError("a table of step times needs numbers above 0: measure it again")
+        self.graphs = graphs
+        self.log_CP = np.log(times_CP)
+        self.visits_CP = np.zeros_like(times_CP)
+        self.spread = SPREAD
+        self._smooth()
+
+    def ms(self, rows: int | np.ndarray, context: int) -> np.ndarray:
+        """Of steps with these rows, as FP64 of their shape."""
+        rows_X = np.asarray(rows)
+        (low, high), share = self._between(self.contexts_C, context)
+        curve_P = self.times_CP[low] * (1 - share) + self.times_CP[high] * share
+        climb = self.climbs_C[low] * (1 - share) + self.climbs_C[high] * share
+        # Behind the last context the lines of different rows may cross.
+        curve_P = np.maximum.accumulate(curve_P)
+        first = self._first_without_graph
+        at_X = np.searchsorted(self.points_P[:first], rows_X).clip(max=max(first - 1, 0))
+        tail = slice(first if first < len(self.points_P) else 0, None)
+        beyond_X = np.interp(rows_X, self.points_P[tail], curve_P[tail])
+        beyond_X = beyond_X + climb * np.maximum(rows_X - self.points_P[-1], 0)
+        return np.where((rows_X <= self.graphs) & (first > 0), curve_P[at_X], beyond_X)
+
+    @property
+    def _first_without_graph(self) -> int:
+        return int(np.searchsorted(self.points_P, self.graphs, side="right"))
+
+    def observe(self, rows: int, context: int, ms: float) -> None:
+        """Correct the points around a step by the time that it took; outliers count little."""
+        if not (math.isfinite(ms) and ms > 0):
+            return
+        weight_CP = self._weights(rows, context)
+        expected = float((np.exp(self.log_CP) * weight_CP).sum())
+        # Off the grid the nearest points take the blame in proportion.
+        inside = min(rows, int(self.points_P[-1])), min(context, int(self.contexts_C[-1]))
+        expected *= float(self.ms(rows, context) / self.ms(*inside))
+        off = math.log(ms / expected)
+        far = OUTLIER * self.spread
+        self.spread += WIDENING * (min(abs(off), 2 * far) - self.spread)
+        self.spread = max(self.spread, LEAST_SPREAD)
+        off = max(-far, min(far, off))
+        near_CP = weight_CP > 0
+        rate_CP = np.maximum(RATE / (1 + self.visits_CP), LEAST_RATE)
+        rate = float((rate_CP * weight_CP).sum())
+        octaves_P = np.abs(np.log2(np.maximum(self.points_P, 1) / max(rows, 1)))
+        elsewhere_CP = rate * np.exp(-octaves_P / REACH) / (1 + self.visits_CP)
+        elsewhere_CP = np.where(near_CP, 0.0, elsewhere_CP)
+        self.log_CP += off * (rate_CP * weight_CP / weight_CP.max() + elsewhere_CP)
+        self.visits_CP += weight_CP
+        self._smooth()
+
+    def _smooth(self) -> None:
+        trust_CP = 1 + np.minimum(self.visits_CP, MOST_TRUST)
+        rising = [
+            _rising(log_P, trust_P) for log_P, trust_P in zip(self.log_CP, trust_CP, strict=True)
+        ]
+        self.times_CP = np.maximum.accumulate(np.exp(np.stack(rising)), axis=0)
+        if len(self.points_P) > 1:
+            climbs_C = np.diff(self.times_CP[:, -2:])[:, 0] / np.diff(self.points_P[-2:])
+        else:
+            climbs_C = self.times_CP[:, 0] / max(int(self.points_P[0]), 1)
+        self.climbs_C = np.maximum.accumulate(climbs_C)  # a row behind the last point
+
+    def _weights(self, rows: int, context: int) -> np.ndarray:
+        """The share that each point of the grid has in a step."""
+        weight_C, weight_P = np.zeros(len(self.contexts_C)), np.zeros(len(self.points_P))
+        (low, high), share = self._between(self.contexts_C, context)
+        share = min(share, 1.0)
+        weight_C[low] += 1 - share
+        weight_C[high] += share
+        first = self._first_without_graph
+        if rows <= self.graphs and first > 0:
+            weight_P[min(int(np.searchsorted(self.points_P, rows)), first - 1)] = 1.0
+        else:
+            first = min(first, len(self.points_P) - 1)
+            (low, high), share = self._between(self.points_P[first:], rows)
+            share = min(share, 1.0)
+            weight_P[first + low] += 1 - share
+            weight_P[first + high] += share
+        return weight_C[:, None] * weight_P
+
+    @staticmethod
+    def _between(axis: np.ndarray, value: int) -> tuple[tuple[int, int], float]:
+        """The points around a value and its share of the second; above 1 behind the last."""
+        if len(axis) == 1 or value <= axis[0]:
+            return (0, 0), 0.0
+        high = min(int(np.searchsorted(axis, value)), len(axis) - 1)
+        low = high - 1
+        return (low, high), float((value - axis[low]) / (axis[high] - axis[low]))

@@ -1,0 +1,46 @@
+"""Random numbers by hash: each follows from a seed, a position and what it is for.
+
+    x = seed * A + (position + 1) * B + stream * C  (mod 2^64), then SplitMix64 twice
+
+So a number depends on no slot, step or batch, and no two uses of one position share theirs: a
+draft, its acceptance and the token drawn in its place are independent.
+"""
+
+import torch
+
+# What a number is for. A position is drafted again by every pass that starts before it, so the
+# draft in row j of a pass has a stream of its own: DRAFT + j.
+PLAIN, ACCEPT, RESIDUAL, DRAFT = range(4)
+BITS = 64
+
+
+def _signed(constant: int) -> int:
+    """The int64 with the lowest bits; products of int64 wrap as those of uint64 do."""
+    constant %= 1 << BITS
+    return constant - (1 << BITS) if constant >> (BITS - 1) else constant
+
+
+SEED = _signed(0x9E3779B97F4A7C15)
+POSITION = _signed(0xD1B54A32D192ED03)
+STREAM = 0x8CB92BA72F3D8DD7
+FIRST = _signed(0xBF58476D1CE4E5B9)
+SECOND = _signed(0x94D049BB133111EB)
+
+
+def _shifted(x_X: torch.Tensor, bits: int) -> torch.Tensor:
+    """Without the sign's copies, which an int64 shifts in."""
+    return (x_X >> bits) & ((1 << (BITS - bits)) - 1)
+
+
+def uniform(seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int) -> torch.Tensor:
+    """Numbers of [0, 1), FP64, for int64 seeds and positions that broadcast.
+
+    Those of PLAIN are the ones that tokens are drawn with where nothing is drafted.
+    """
+    x_X = seed_X * SEED + (position_X + 1) * POSITION + _signed(stream * STREAM)
+    for _ in range(2):
+        x_X = x_X + SEED
+        x_X = (x_X ^ _shifted(x_X, 30)) * FIRST
+        x_X = (x_X ^ _shifted(x_X, 27)) * SECOND
+        x_X = x_X ^ _shifted(x_X, 31)
+    return _shifted(x_X, 11).double() / (1 << 53)

@@ -1,0 +1,61 @@
+"""How likely drafts are to be accepted, by the drafter's own scores, and which are worth a look.
+
+    f = log(q_max / (1 - q_max))            of a draft's candidates at the request's temperature
+    p = sigmoid(slope * f + intercept_n)    S_n = p_0 * ... * p_n
+
+f tells of the distribution that a draft was drawn from, never of the token that was drawn, and S
+falls with n. So whether a draft is kept depends on the drafts before it and on other requests, not
+on itself or on what follows, and the text keeps its distribution. The budget must come from earlier
+passes: one from this pass would let a draft, by the scores that follow it, decide about itself.
+
+N is the drafts of a sequence, K the candidates of a draft.
+"""
+
+import torch
+
+from limelight.ops.sample import GREEDY_BELOW
+
+MOST_ODDS = 40.0
+
+
+def log_odds(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    """f, FP32 [B, N], from -40 to 40; -40 where no score is finite. Greedy counts as 1."""
+    scores_BNK = scores_BNK.masked_fill(~scores_BNK.isfinite(), float("-inf"))
+    warmth_B = torch.where(temperature_B >= GREEDY_BELOW, temperature_B, 1.0)
+    best_BN1, at_BN1 = scores_BNK.max(dim=-1, keepdim=True)
+    # The best one itself is left out by its place, for another may have the same score.
+    others_BNK = ((scores_BNK - best_BN1) / warmth_B[:, None, None]).scatter(
+        2, at_BN1, float("-inf")
+    )
+    odds_BN = -others_BNK.logsumexp(dim=-1)
+    return torch.nan_to_num(odds_BN, nan=-MOST_ODDS).clamp(-MOST_ODDS, MOST_ODDS)
+
+
+def survival(
+    odds_BN: torch.Tensor, slope: torch.Tensor, intercepts_N: torch.Tensor
+) -> torch.Tensor:
+    """S, FP32 [B, N]: the chance that a draft and all before it are accepted."""
+    return torch.sigmoid(slope * odds_BN + intercepts_N).nan_to_num(nan=0.0).cumprod(dim=-1)
+
+
+def split(
+    survival_BN: torch.Tensor, drafts_B: torch.Tensor, budget: torch.Tensor | int
+) -> torch.Tensor:
+    """How many of its first drafts each sequence keeps, int64 [B]: the `budget` likeliest of all.
+
+    Sequence b has `drafts_B[b]`. Of equals the earlier in their sequence goes first, so what is
+    kept is a prefix, and never more than the budget.
+    """
+    num_drafts = survival_BN.shape[1]
+    at_N = torch.arange(num_drafts, device=survival_BN.device)
+    offered_NB = at_N[:, None] < drafts_B
+    likely_NB = torch.where(offered_NB, survival_BN.T, -1.0)
+    order_X = likely_NB.reshape(-1).sort(descending=True, stable=True).indices
+    rank_X = torch.empty_like(order_X)
+    rank_X[order_X] = torch.arange(len(order_X), device=order_X.device)
+    return (offered_NB & (rank_X.view_as(likely_NB) < budget)).sum(dim=0)
+
+
+def packed_starts(rows_B: torch.Tensor) -> torch.Tensor:
+    """Where each sequence's rows begin, and the end of the last, int32 [B + 1]."""
+    return torch.nn.functional.pad(rows_B.cumsum(dim=0), (1, 0)).to(torch.int32)

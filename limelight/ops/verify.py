@@ -1,0 +1,274 @@
+"""Which drafts of each sequence stand, and the token behind them: exact for any drafter.
+
+    greedy:   draft d stands while it is argmax p;  else the argmax comes instead
+    sampled:  d, drawn from q, stands if u * q(d) < p(d);  else a token of max(p - q, 0) comes
+              instead;  behind the last draft comes one of p itself
+
+p is the target's distribution under the sequence's temperature and cut-offs. q is the softmax of
+K candidates' scores at the same temperature and 0 for every other token, or wholly the draft's own
+where the drafter takes the best. A draft that q cannot have given is refused without a look at p,
+and p itself is drawn from: since that holds for any p, nothing is lost.
+
+Here N is the most drafts of a sequence, Q = N + 1 tokens, K the candidates of a draft, and R all
+rows: 1 + n_b for each of B sequences, packed. Probabilities are FP32, what is compared and summed
+FP64. Nothing waits for the device, and no shape depends on what was drafted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
+from limelight.ops.sample import GREEDY_BELOW, invert, truncate
+
+NOTHING = -1  # in the place of a draft or a token
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What each draft was drawn from: scores of its candidates, just as the drafter drew."""
+
+    ids_BNK: torch.Tensor  # int64
+    scores_BNK: torch.Tensor  # FP32, of distinct candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Cut-offs of the target's distribution; off: the vocabulary's size, 1 and 0."""
+
+    top_k_B: torch.Tensor
+    top_p_B: torch.Tensor
+    min_p_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`tokens_BQ` holds accepted + 1 tokens, then NOTHING; all NOTHING for a sequence without rows.
+
+    `best_B` is the largest logit where the last of them stands: NaN if the logits there are not
+    numbers, -inf if none is allowed, and then that token means nothing.
+    """
+
+    accepted_B: torch.Tensor  # int64
+    tokens_BQ: torch.Tensor  # int64
+    best_B: torch.Tensor  # FP32
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The drafts as the rows see them: `real_BN` excludes placeholders and what is not verified."""
+
+    ids_BN: torch.Tensor  # inside the vocabulary also where they are not real
+    real_BN: torch.Tensor
+    rows_BQ: torch.Tensor  # the row that judges draft j, and the one behind the last
+
+
+def draft_probs(scores_XK: torch.Tensor, temperature_X: torch.Tensor) -> torch.Tensor:
+    """q over the candidates, FP32 [..., K]: drafts are drawn from this and judged by this.
+
+    Scores that are not finite are impossible; if all are, the first candidate is certain. Below
+    `GREEDY_BELOW` the first of the best is.
+    """
+    scores_XK = scores_XK.masked_fill(~scores_XK.isfinite(), float("-inf"))
+    best_X1 = scores_XK.max(dim=-1, keepdim=True).values
+    at_K = torch.arange(scores_XK.shape[-1], device=scores_XK.device)
+    first_X1 = at_K.masked_fill(scores_XK < best_X1, scores_XK.shape[-1]).amin(-1, keepdim=True)
+    warm_X1 = (temperature_X >= GREEDY_BELOW)[..., None] & (best_X1 > float("-inf"))
+    warmth_X1 = torch.where(warm_X1, temperature_X[..., None], 1.0)
+    probs_XK = torch.softmax((scores_XK - best_X1) / warmth_X1, dim=-1)
+    return torch.where(warm_X1, probs_XK, (at_K == first_X1).float())
+
+
+def packed_rows(starts_B: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each packed row and its place there, int64 [R]; `starts_B` is [B + 1].
+
+    Rows behind the last sequence count as its own.
+    """
+    at_R = torch.arange(num_rows, device=starts_B.device)
+    sequence_R = torch.searchsorted(starts_B[1:].long().contiguous(), at_R, right=True)
+    sequence_R = sequence_R.clamp(max=len(starts_B) - 2)
+    return sequence_R, at_R - starts_B.long()[sequence_R]
+
+
+def verify_greedy(
+    logits_RV: torch.Tensor, starts_B: torch.Tensor, drafts_BN: torch.Tensor
+) -> Verified:
+    """Where every sequence takes the likeliest token."""
+    best_R, token_R = logits_RV.max(dim=-1)
+    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    accepted_B = _prefix(_matches(drafts, best_R, token_R))
+    last_B = _at(drafts.rows_BQ, accepted_B)
+    return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+
+
+def verify(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    proposals: Proposals | None = None,
+    cuts: Cuts | None = None,
+) -> Verified:
+    """Rows of FP32 logits, processed but for temperature and cut-offs, against int64 drafts.
+
+    Row i of sequence b is packed at `starts_B[b]` + i and stands for the token at `position_B[b]`
+    + i, after i drafts. `starts_B` is [B + 1] and rises; drafts beyond a sequence's rows are not
+    looked at, and NOTHING is never accepted. Without proposals the drafter took its best. Where
+    nothing is drafted the token is the sampler's own.
+    """
+    best_R, token_R = logits_RV.max(dim=-1)
+    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    sequence_R, _ = packed_rows(starts_B, len(logits_RV))
+    probs_RV, order_RV = _target(logits_RV, temperature_B, sequence_R, cuts)
+    total_R = probs_RV.sum(dim=-1, dtype=torch.float64)
+    candidates = _candidates(drafts, proposals, temperature_B, logits_RV.shape[1])
+    at_BQ = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1] + 1, device=seed_B.device)
+    u_BN = uniform(seed_B[:, None], at_BQ[:, :-1], stream=ACCEPT)
+    possible_BN, stands_BN = _stand(drafts, candidates, probs_RV, total_R, u_BN)
+    greedy_B = temperature_B < GREEDY_BELOW
+    stands_BN = torch.where(greedy_B[:, None], _matches(drafts, best_R, token_R), stands_BN)
+    accepted_B = _prefix(stands_BN)
+    last_B = _at(drafts.rows_BQ, accepted_B)
+    refused_B = _at(torch.nn.functional.pad(possible_BN, (0, 1)), accepted_B)
+    weights_BV = _weights(probs_RV[last_B], total_R[last_B], candidates, accepted_B, refused_B)
+    residual_B, plain_B = (
+        uniform(seed_B, _at(at_BQ, accepted_B), stream=use) for use in (RESIDUAL, PLAIN)
+    )
+    number_B = torch.where(refused_B, residual_B, plain_B).float()
+    drawn_B = _draw(weights_BV, None if order_RV is None else order_RV[last_B], number_B)
+    final_B = torch.where(greedy_B, token_R[last_B], drawn_B)
+    return _verified(drafts, starts_B, accepted_B, final_B, best_R[last_B])
+
+
+def _read(starts_B: torch.Tensor, drafts_BN: torch.Tensor, shape: torch.Size) -> _Drafts:
+    rows, vocabulary = shape
+    num_drafts = drafts_BN.shape[1]
+    at_Q = torch.arange(num_drafts + 1, device=drafts_BN.device)
+    verified_BN = at_Q[1:] < starts_B.long().diff()[:, None]
+    rows_BQ = (starts_B[:-1].long()[:, None] + at_Q).clamp(max=rows - 1)
+    real_BN = verified_BN & (drafts_BN >= 0) & (drafts_BN < vocabulary)
+    return _Drafts(drafts_BN.clamp(0, vocabulary - 1), real_BN, rows_BQ)
+
+
+def _matches(drafts: _Drafts, best_R: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
+    """Whether each draft is its row's best token, where any is allowed."""
+    rows_BN = drafts.rows_BQ[:, :-1]
+    allowed_BN = best_R[rows_BN] > float("-inf")
+    return drafts.real_BN & allowed_BN & (token_R[rows_BN] == drafts.ids_BN)
+
+
+def _stand(
+    drafts: _Drafts,
+    candidates: tuple[torch.Tensor, torch.Tensor],
+    probs_RV: torch.Tensor,
+    total_R: torch.Tensor,
+    u_BN: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether q can have given each draft, and whether the draft then stands."""
+    ids_BNK, q_BNK = candidates
+    q_BN = torch.where(ids_BNK == drafts.ids_BN[..., None], q_BNK, 0.0).sum(dim=-1)
+    possible_BN = drafts.real_BN & (q_BN > 0)
+    rows_BN = drafts.rows_BQ[:, :-1]
+    p_BN = probs_RV[rows_BN, drafts.ids_BN].double() / total_R[rows_BN]
+    return possible_BN, possible_BN & (u_BN * q_BN < p_BN)
+
+
+def _prefix(stands_BN: torch.Tensor) -> torch.Tensor:
+    return stands_BN.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def _at(of_BX: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    return of_BX.gather(1, index_B[:, None])[:, 0]
+
+
+def _target(
+    logits_RV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    sequence_R: torch.Tensor,
+    cuts: Cuts | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """p of each row by token, up to a factor, and the order in which inversion takes the tokens.
+
+    As in the sampler, the order is the vocabulary's, but for a row with cut-offs, which is sorted.
+    """
+    temperature_R = temperature_B[sequence_R]
+    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)
+    scaled_RV = logits_RV / warmth_R[:, None]
+    probs_RV = torch.softmax(scaled_RV, dim=-1)
+    if cuts is None:
+        return probs_RV, None
+    vocabulary = logits_RV.shape[1]
+    cut_B = (cuts.top_k_B < vocabulary) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
+    cut_R1 = cut_B[sequence_R, None]
+    scaled_RV, order_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
+    each_R = (x_B[sequence_R] for x_B in (cuts.top_k_B, cuts.top_p_B, cuts.min_p_B))
+    sorted_RV = truncate(torch.softmax(scaled_RV, dim=-1), *each_R)
+    cut_RV = torch.empty_like(probs_RV).scatter_(1, order_RV, sorted_RV)
+    as_is_V = torch.arange(vocabulary, device=logits_RV.device)
+    return torch.where(cut_R1, cut_RV, probs_RV), torch.where(cut_R1, order_RV, as_is_V)
+
+
+def _candidates(
+    drafts: _Drafts, proposals: Proposals | None, temperature_B: torch.Tensor, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and q of each draft's candidates [B, N, K], FP64."""
+    if proposals is None:
+        ids_BN1 = drafts.ids_BN[..., None]
+        return ids_BN1, torch.ones_like(ids_BN1, dtype=torch.float64)
+    ids_BNK, scores_BNK = proposals.ids_BNK, proposals.scores_BNK
+    temperature_BN = temperature_B[:, None].expand(scores_BNK.shape[:2])
+    q_BNK = draft_probs(scores_BNK, temperature_BN).double()
+    inside_BNK = (ids_BNK >= 0) & (ids_BNK < vocabulary)
+    q_BNK = torch.where(inside_BNK, q_BNK, 0.0)
+    # The draft was one of these, whatever else might have come.
+    q_BNK = q_BNK / q_BNK.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return ids_BNK.clamp(0, vocabulary - 1), q_BNK
+
+
+def _weights(
+    probs_BV: torch.Tensor,
+    total_B: torch.Tensor,
+    candidates: tuple[torch.Tensor, torch.Tensor],
+    accepted_B: torch.Tensor,
+    refused_B: torch.Tensor,
+) -> torch.Tensor:
+    """What the last token is drawn by, FP64: max(p - q, 0) in a refused draft's place, else p."""
+    ids_BNK, q_BNK = candidates
+    weights_BV = probs_BV.double()
+    if ids_BNK.shape[1] == 0:
+        return weights_BV
+    at_B11 = accepted_B.clamp(max=ids_BNK.shape[1] - 1)[:, None, None]
+    at_B1K = at_B11.expand(-1, -1, ids_BNK.shape[2])
+    ids_BK, q_BK = (x_BNK.gather(1, at_B1K)[:, 0] for x_BNK in (ids_BNK, q_BNK))
+    residual_BV = (weights_BV / total_B[:, None]).scatter_add(1, ids_BK, -q_BK).clamp(min=0)
+    # Rounding can leave nothing where p and q are the same.
+    left_B = refused_B & (residual_BV.sum(dim=-1) > 0)
+    return torch.where(left_B[:, None], residual_BV, weights_BV)
+
+
+def _draw(
+    weights_BV: torch.Tensor, order_BV: torch.Tensor | None, number_B: torch.Tensor
+) -> torch.Tensor:
+    if order_BV is None:
+        return invert(weights_BV, number_B)
+    index_B = invert(weights_BV.gather(1, order_BV), number_B)
+    return _at(order_BV, index_B)
+
+
+def _verified(
+    drafts: _Drafts,
+    starts_B: torch.Tensor,
+    accepted_B: torch.Tensor,
+    final_B: torch.Tensor,
+    best_B: torch.Tensor,
+) -> Verified:
+    ids_BQ = torch.nn.functional.pad(drafts.ids_BN, (0, 1))
+    at_Q = torch.arange(ids_BQ.shape[1], device=ids_BQ.device)
+    accepted_B1 = accepted_B[:, None]
+    tokens_BQ = torch.where(at_Q < accepted_B1, ids_BQ, NOTHING)
+    tokens_BQ = torch.where(at_Q == accepted_B1, final_B[:, None], tokens_BQ)
+    absent_B1 = (starts_B.diff() <= 0)[:, None]
+    return Verified(accepted_B, tokens_BQ.masked_fill(absent_B1, NOTHING), best_B)

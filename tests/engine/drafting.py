@@ -1,0 +1,124 @@
+"""Requests whose drafts are accepted at known rates, on a machine whose times are known."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from limelight.engine.cost import StepCost
+from limelight.engine.speculation import Load, Speculation
+from limelight.ops.trim import split
+
+GRAPHS = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+POINTS = [*GRAPHS, 768, 1024, 2048, 4096]
+CONTEXTS = [0, 20_000, 200_000, 1_000_000]
+REQUESTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+@dataclass
+class Machine:
+    """`verify(rows, context)` and `draft(sequences)` are its milliseconds."""
+
+    verify: Callable[[int, int], float]
+    draft: Callable[[int], float]
+    noise: float = 0.02
+    outliers: float = 0.01
+
+    def ms(self, rows: int, context: int) -> float:
+        padded = next((size for size in GRAPHS if size >= rows), rows)
+        return self.verify(padded, context)
+
+    def timed(self, ms: float, rng: np.random.Generator) -> float:
+        late = 8.0 if rng.random() < self.outliers else 1.0
+        return ms * late * math.exp(self.noise * rng.standard_normal())
+
+    def table(self, wrong: Callable[[int], float] = lambda rows: 1.0) -> StepCost:
+        times = [[self.verify(rows, c) * wrong(rows) for rows in POINTS] for c in CONTEXTS]
+        return StepCost(POINTS, CONTEXTS, times, graphs=GRAPHS[-1])
+
+    def drafts(self) -> StepCost:
+        return StepCost(REQUESTS, [0], [[self.draft(n) for n in REQUESTS]], graphs=REQUESTS[-1])
+
+
+@dataclass
+class Traffic:
+    """Log odds of drafts, [steps, batch, N], and the chance with which each is accepted."""
+
+    odds: np.ndarray
+    chance: np.ndarray
+
+    @classmethod
+    def made(
+        cls, *, steps: int, batch: int, level: float, slope=0.9, num_drafts=7, seed=0
+    ) -> "Traffic":
+        """Some requests are easier than others, and some of their places."""
+        rng = np.random.default_rng(seed)
+        easy_B = rng.normal(level, 1.0, batch) if batch > 1 else np.array([level])
+        odds = easy_B[:, None] + rng.normal(0, 1.5, (steps, batch, num_drafts))
+        intercepts_N = 0.2 - 0.1 * np.arange(num_drafts)
+        return cls(odds, 1 / (1 + np.exp(-(slope * odds + intercepts_N))))
+
+    @property
+    def survival(self) -> np.ndarray:
+        return self.chance.cumprod(axis=-1)
+
+
+def context_of(batch: int) -> int:
+    return 2000 * batch
+
+
+def rate_of_none(machine: Machine, batch: int) -> float:
+    return batch / machine.ms(batch, context_of(batch))
+
+
+def rate_of_fixed(machine: Machine, traffic: Traffic, first: int) -> float:
+    batch, num_drafts = traffic.odds.shape[1:]
+    rows = batch * (num_drafts + 1)
+    ms = machine.ms(rows, context_of(batch)) + machine.draft(batch)
+    return (batch + traffic.survival[first:].sum(axis=(1, 2)).mean()) / ms
+
+
+def make(machine: Machine, batch: int, num_drafts: int = 7, **table) -> Speculation:
+    return Speculation(
+        num_drafts=num_drafts, max_seqs=batch, verify_cost=machine.table(**table),
+        draft_cost=machine.drafts(), max_rows=4096,
+    )  # fmt: skip
+
+
+def rate_of_adaptive(
+    machine: Machine, traffic: Traffic, speculation: Speculation, first: int, *, seed: int = 1
+) -> float:
+    """Tokens that can be expected a millisecond, from step `first` on."""
+    steps, batch, num_drafts = traffic.odds.shape
+    rng, slots, context = np.random.default_rng(seed), list(range(batch)), context_of(batch)
+    accepts = rng.random(traffic.odds.shape) < traffic.chance
+    ready, tokens, time = False, 0.0, 0.0
+    for step in range(steps):
+        drafts = [num_drafts if ready else 0] * batch
+        decision = speculation.choose(Load(slots, drafts, batch, context))
+        kept_B = np.zeros(batch, dtype=np.int64)
+        if ready:
+            live_BN = speculation.acceptance.survival(traffic.odds[step])
+            kept_B = split(torch.from_numpy(live_BN), torch.tensor(drafts), decision.budget).numpy()
+            assert kept_B.sum() == decision.budget
+        rows = batch + int(kept_B.sum())
+        ms = machine.ms(rows, context)
+        speculation.verify_cost.observe(rows, context, machine.timed(ms, rng))
+        if decision.drafts:
+            draft_ms = machine.draft(batch)
+            speculation.draft_cost.observe(batch, 0, machine.timed(draft_ms, rng))
+            ms += draft_ms
+        if step >= first:
+            kept_BN = np.arange(num_drafts) < kept_B[:, None]
+            tokens += batch + float(traffic.survival[step][kept_BN].sum())
+            time += ms
+        if ready:
+            accepted_B = np.minimum(accepts[step].cumprod(axis=-1).sum(axis=-1), kept_B)
+            speculation.settled(slots, traffic.odds[step], kept_B.tolist(), accepted_B.tolist())
+        # What a pass tells is known only when the step behind the next is planned.
+        if ready and step:
+            speculation.drafted(slots, traffic.odds[step])
+        ready = decision.drafts
+    return tokens / time

@@ -1,0 +1,171 @@
+"""Drafting pays or is left alone, whatever the load, and what decides knows nothing of a draft."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from drafting import (
+    Machine,
+    Traffic,
+    make,
+    rate_of_adaptive,
+    rate_of_fixed,
+    rate_of_none,
+)
+
+from limelight.engine.speculation import Load
+from limelight.ops.trim import log_odds, packed_starts, split, survival
+
+MACHINES = {
+    "flat": Machine(lambda rows, context: 8 + 0.002 * rows, lambda n: 0.5 + 0.002 * n),
+    "steep": Machine(
+        lambda rows, context: 4 + 0.05 * rows + 2e-6 * context, lambda n: 0.4 + 0.01 * n
+    ),
+    "experts": Machine(
+        lambda rows, context: 3 + 6 * (1 - math.exp(-rows / 60)) + 0.015 * rows + 2e-6 * context,
+        lambda n: 0.5 + 0.01 * n,
+    ),
+    "slow drafter": Machine(
+        lambda rows, context: 4 + 0.05 * rows + 2e-6 * context, lambda n: 4 + 0.02 * n
+    ),
+}
+
+
+def rates(machine: Machine, batch: int, level: float, **table) -> tuple[float, float, float]:
+    """Of adaptive drafting, over those of fixed and of none; and none over fixed."""
+    first, steps = (80, 200) if batch > 2 else (100, 350)
+    traffic = Traffic.made(steps=steps, batch=batch, level=level, seed=batch)
+    adaptive = rate_of_adaptive(machine, traffic, make(machine, batch, **table), first)
+    fixed = rate_of_fixed(machine, traffic, first)
+    none = rate_of_none(machine, batch)
+    return adaptive / fixed, adaptive / none, none / fixed
+
+
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids="B{}".format)
+def test_no_load_is_served_slower_than_with_all_drafts_or_none(batch):
+    over_fixed, over_none, _ = rates(MACHINES["steep"], batch, 1.0)
+    assert min(over_fixed, over_none) > 0.98
+    if 8 <= batch <= 64:
+        assert min(over_fixed, over_none) > 1.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [-1.5, 0.5, 1.0, 2.5], ids="level{}".format)
+@pytest.mark.parametrize("batch", BATCHES, ids="B{}".format)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_drafts_good_and_bad_cost_nothing_on_any_machine(machine, batch, level):
+    over_fixed, over_none, _ = rates(MACHINES[machine], batch, level)
+    assert min(over_fixed, over_none) > 0.98
+
+
+def test_bad_drafts_of_a_slow_drafter_are_left_alone_and_good_ones_found_again():
+    machine, batch = MACHINES["slow drafter"], 32
+    speculation = make(machine, batch)
+    bad, good = (Traffic.made(steps=300, batch=batch, level=level, seed=4) for level in (-3.0, 3.0))
+    rate_of_adaptive(machine, bad, speculation, 0)
+    assert speculation.resting
+    assert rate_of_adaptive(machine, good, speculation, 150) > 0.98 * rate_of_fixed(
+        machine, good, 150
+    )
+    assert not speculation.resting
+
+
+@pytest.mark.parametrize("batch", [2, 64], ids="B{}".format)
+def test_a_table_that_was_measured_wrongly_is_put_right_while_serving(batch):
+    """Rows seem nearly free at first, as of a model whose experts were not spread by dummy text."""
+    machine = MACHINES["steep"]
+    traffic = Traffic.made(steps=450, batch=batch, level=0.0, seed=7)
+    speculation = make(machine, batch, wrong=lambda rows: 1 / (1 + rows / 60))
+    rate = rate_of_adaptive(machine, traffic, speculation, 250)
+    assert rate > 0.98 * max(rate_of_fixed(machine, traffic, 250), rate_of_none(machine, batch))
+
+
+def test_flat_costs_verify_all_and_steep_ones_none():
+    for machine, budget in (("flat", 28), ("slow drafter", 0)):
+        speculation = make(MACHINES[machine], 64)
+        speculation.acceptance.intercepts_N[:] = 1.0 if budget else -6.0
+        for _ in range(70):
+            speculation.drafted([0, 1, 2, 3], np.full((4, 7), 3.0 if budget else -3.0))
+        assert speculation.choose(Load([0, 1, 2, 3], [7] * 4, 4, 8000)).budget == budget
+
+
+def test_a_budget_keeps_to_what_is_offered_and_to_the_rows_there_are():
+    speculation = make(MACHINES["flat"], 8)
+    assert speculation.choose(Load([], [], 512, 900)).budget == 0
+    assert speculation.choose(Load([0, 5, 7], [2, 0, 7], 515, 900)).budget == 9
+    speculation.max_rows = 8
+    assert speculation.choose(Load([0, 5, 7], [2, 0, 7], 3, 900)).budget == 5
+
+
+def test_who_takes_a_slot_inherits_nothing():
+    first, second = make(MACHINES["steep"], 4), make(MACHINES["steep"], 4)
+    for speculation in (first, second):
+        speculation.drafted([1, 2], np.full((2, 7), 2.0))
+    first.drafted([0], np.full((1, 7), -9.0))
+    second.average_N = first.average_N = np.full(7, 0.5)
+    first.forget(0)
+    load = Load([0, 1], [7, 7], 2, 4000)
+    assert (first._recent(load.slots) == second._recent(load.slots)).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whether_a_draft_is_kept_depends_on_no_later_confidence_of_its_own(seed):
+    """Neither on that of the drafts behind it, which is where the draft itself would show."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, num_drafts, candidates = 5, 6, 4
+    temperature_B = torch.rand(batch, generator=generator) + 0.3
+    scores_BNK = torch.randn(batch, num_drafts, candidates, generator=generator) * 4
+    if seed % 2:
+        scores_BNK = scores_BNK.round() * 30  # ties and certainties
+    drafts_B = torch.randint(0, num_drafts + 1, (batch,), generator=generator)
+    budget = int(torch.randint(0, int(drafts_B.sum()) + 3, (1,), generator=generator))
+    weights = torch.tensor(0.7), torch.randn(num_drafts, generator=generator)
+
+    def kept(scores_BNK: torch.Tensor) -> torch.Tensor:
+        return split(survival(log_odds(scores_BNK, temperature_B), *weights), drafts_B, budget)
+
+    before_B = kept(scores_BNK)
+    assert int(before_B.sum()) == min(budget, int(drafts_B.sum()))
+    assert (before_B <= drafts_B).all()
+    for b in range(batch):
+        for n in range(num_drafts):
+            other_BNK = scores_BNK.clone()
+            # Draft n decides about the scores that follow it, n + 1 and on.
+            noise = torch.randn(num_drafts - n - 1, candidates, generator=generator)
+            other_BNK[b, n + 1 :] = noise * 9
+            assert (kept(other_BNK)[b] > n) == (before_B[b] > n)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_numbers_lose_their_place_and_disturb_no_one(bad):
+    scores_BNK = torch.tensor([2.0, 0.0, -1.0]).repeat(3, 4, 1)
+    scores_BNK[1] = bad
+    odds_BN = log_odds(scores_BNK, torch.tensor([1.0, 1.0, 0.0]))
+    assert (odds_BN[1] == -40).all() and torch.isfinite(odds_BN).all()
+    expected = -math.log(math.exp(-2) + math.exp(-3))
+    assert odds_BN[0].tolist() == pytest.approx([expected] * 4)
+    survival_BN = survival(odds_BN, torch.tensor(0.5), torch.zeros(4))
+    assert split(survival_BN, torch.full((3,), 4), 8).tolist() == [4, 0, 4]
+
+
+def test_rows_are_packed_without_gaps():
+    assert packed_starts(torch.tensor([3, 0, 1, 8])).tolist() == [0, 3, 3, 4, 12]
+
+
+def test_counts_tell_what_was_offered_verified_and_accepted():
+    speculation = make(MACHINES["flat"], 4, num_drafts=3)
+    speculation.drafted([0, 2], np.zeros((2, 3)))
+    speculation.choose(Load([0, 2], [3, 2], 2, 100))
+    speculation.settled([0, 2], np.zeros((2, 3)), [3, 1], [2, 0])
+    speculation.settled([0, 2], np.zeros((2, 3)), [0, 1], [0, 1])
+    stats = speculation.stats()
+    assert (stats.steps, stats.drafted, stats.offered) == (3, 6, 5)
+    assert (stats.verified, stats.accepted) == (5, 3)
+    assert (stats.verified_at, stats.accepted_at) == ([3, 1, 1], [2, 1, 0])
+    p = 1 / (1 + math.exp(0.2))
+    assert stats.predicted == pytest.approx(3 * p + p**2 + p**3)
+    assert (stats.budget, stats.rows, stats.drafting) == (5, 2, True)
