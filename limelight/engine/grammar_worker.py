@@ -26,7 +26,8 @@ from limelight.runner.grammar import TOO_SLOW
 if TYPE_CHECKING:
     import xgrammar
 
-SECONDS_OF_TRIAL = 1.5
+# Of a core's time; on a machine with no time to spare a trial may be under way for longer.
+SECONDS_OF_TRIAL, PATIENCE = 1.5, 8
 BYTES_OF_TRIAL = 512 * 2**20
 # A trial has a short time first, and begins again behind the others if that does not do: so what
 # takes long never keeps what does not from its turn.
@@ -34,6 +35,7 @@ SECONDS_OF_FIRST_TRIAL = 0.25
 SHORT_AT_ONCE, LONG_AT_ONCE = 3, 2
 MOST_LONG = 4  # that wait
 BUSY = "too many constraints that take long to compile are being tried; try again later"
+TOO_LONG = f"it takes more than {SECONDS_OF_TRIAL} s to compile and try"
 # Following a grammar is tried with this many tokens, for at most so many CPU seconds.
 TRIED_TOKENS, SECONDS_OF_FOLLOWING = 96, 0.5
 # A token of a harmless grammar takes up to 5 ms (150,000 tokens, strings of bounded length); what
@@ -144,28 +146,32 @@ class Trials:
         if marks not in self.compilers:
             self.compilers[marks] = self.vocabulary.compiler(list(marks))
         out, into = os.pipe()
+        seconds = SECONDS_OF_TRIAL if is_long else SECONDS_OF_FIRST_TRIAL
         if (pid := os.fork()) == 0:
             os.nice(15 if is_long else 5)
+            # Its signal ends the process.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             _run(into, self.compilers[marks], trial.tag, self.vocabulary.ends)
         os.close(into)
-        seconds = SECONDS_OF_TRIAL if is_long else SECONDS_OF_FIRST_TRIAL
-        self.forks[out] = Fork(trial, pid, out, time.monotonic() + seconds, is_long)
+        deadline = time.monotonic() + PATIENCE * seconds
+        self.forks[out] = Fork(trial, pid, out, deadline, is_long)
 
     def end(self, fork: Fork, *, in_time: bool) -> Verdict | None:
         """The verdict on a fork that has told it, has died, or has to be ended; none yet if it is
         to be tried for longer."""
         said = os.read(fork.pipe, 65536) if in_time else b""
         os.kill(fork.pid, signal.SIGKILL)
-        os.waitpid(fork.pid, 0)
+        _, status = os.waitpid(fork.pid, 0)
         os.close(fork.pipe)
         del self.forks[fork.pipe]
         number = fork.trial.number
         if said:
             return Verdict(number, json.loads(said))
-        if in_time:
+        worked_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+        if in_time and not worked_long:
             return Verdict(number, "it takes too much memory to compile")
         if fork.is_long:
-            return Verdict(number, f"it takes more than {SECONDS_OF_TRIAL} s to compile and try")
+            return Verdict(number, TOO_LONG if worked_long else BUSY, for_good=worked_long)
         if len(self.long) >= MOST_LONG:
             return Verdict(number, BUSY, for_good=False)
         self.long.append(fork.trial)
