@@ -46,6 +46,10 @@ def wide(name: str) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+# Small to write, and nothing that ends to compile or to follow.
+HOSTILE = [r"((.{1,1000}){1,1000}){1,1000}", r"(.*.*.*.*)*x", r"(.?){5000}"]
+
+
 class Bench:
     def __init__(self, model: str, batch: int):
         config = EngineConfig(
@@ -57,9 +61,13 @@ class Bench:
         self.tokenizer = Tokenizer.load(started.folder)
         self.batch, self.count = batch, 0
 
-    def add(self, schema: dict[str, object] | None) -> str:
+    def add(self, schema: dict[str, object] | None, pattern: str | None = None) -> str:
         self.count += 1
-        constraint = None if schema is None else Constraint(tag=tag_of(schema))
+        tag = None if schema is None else tag_of(schema)
+        if pattern is not None:
+            form = {"type": "regex", "pattern": pattern}
+            tag = json.dumps({"type": "structural_tag", "format": form})
+        constraint = None if tag is None else Constraint(tag=tag)
         prompt = [(self.count * 131 + i * 97) % self.info.vocab_size for i in range(PROMPT)]
         [request] = make_requests(
             f"bench-{self.count}", prompt,
@@ -94,6 +102,16 @@ class Bench:
         self.abort({name})
         return 1e3 * seconds
 
+    def refused_ms(self, pattern: str) -> float:
+        """Until such a form is refused, while nothing else is asked."""
+        start = time.perf_counter()
+        name = self.add(None, pattern)
+        outputs: list[Output] = []
+        while not outputs:
+            outputs = self.engine.step()
+        assert outputs[0].request_id == name and outputs[0].refused
+        return 1e3 * (time.perf_counter() - start)
+
     def step(self) -> list[Output]:
         """One step, in which nothing may end."""
         outputs = self.engine.step()
@@ -127,6 +145,7 @@ def main() -> None:
         bound += bench.step_ms(LIST, args.steps)
     ready = [bench.ready_ms(wide(f"round{i}")) for i in range(2 * args.rounds)]
     free = [bench.ready_ms({"type": "integer"}) for _ in range(2 * args.rounds)]
+    refused = [bench.refused_ms(pattern) for pattern in HOSTILE]
     bench.engine.close()
     row = {
         "model": args.model,
@@ -137,6 +156,7 @@ def main() -> None:
         "ratio": round(record.spread(bound)["median"] / record.spread(plain)["median"], 3),
         "first_token_100_properties_ms": record.spread(ready),
         "first_token_known_schema_ms": record.spread(free),
+        "hostile_refused_ms": record.spread(refused),
     }
     command = shlex.join(["python", *sys.argv])
     record.save(args.json, record.record("constraints", [], [row]) | {"command": command})
