@@ -210,7 +210,7 @@ def test_a_form_that_cannot_be_enforced_is_refused_while_others_go_on(small, for
     seconds = time.monotonic() - started
     assert last.finish_reason == "error" and last.error is None and last.token_ids == []
     assert re.search(reason, last.refused) and len(last.refused) < 700
-    # A quiet machine takes 2 s at most; the limit is a core's time, which on a busy one lasts longer.
+    # A quiet machine takes 2 s at most; the limit is a core's time, and a busy one has less of it.
     assert seconds < 30 and (seconds < 0.5 or made > 10)
     engine.abort(other.id)
     # What was refused is not tried again.
