@@ -18,7 +18,7 @@ serve: .venv/installed
 	$(RUN) -m limelight serve $(MODEL) --host 127.0.0.1 --port 8000
 
 test: check
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 check: .venv/installed-test
 	$(RUN) -m ruff format --check .

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import NoReturn
 
 BUNDLED = Path(__file__).parent / "nano"
-BUNDLED_NAMES = ("flint-nano", "beam-nano", "flint-nano-nvfp4", "beam-nano-nvfp4")
+# The bundled models, and the parser that reads their answers.
+BUNDLED_PARSERS = {
+    "flint-nano": "glm47", "beam-nano": "beam", "flint-nano-nvfp4": "glm47",
+    "beam-nano-nvfp4": "beam",
+}  # fmt: skip
+BUNDLED_NAMES = tuple(BUNDLED_PARSERS)
 # What a checkpoint may consist of; pickles (.bin, .pt) run code when they are read.
 HUB_FILES, HUB_WEIGHTS = ["*.json", "*.jinja"], ("*.safetensors", "*.gguf")
 LARGEST_JSON = 64 * 2**20

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 
 from limelight import SamplingParams, StructuredOutputsParams, __version__
 from limelight.bench import decode, ops, prefill, serve
+from limelight.checkpoint import BUNDLED_PARSERS
 from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
 from limelight.flags import (
     add_config_flags,
@@ -24,6 +25,8 @@ from limelight.flags import (
 )
 
 FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
+# A bundled model has its parsers unless one of these is given.
+READING = ("reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
 BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "ops": ops}
 
 
@@ -163,10 +166,24 @@ def _bench_flags(parser: argparse.ArgumentParser):
 
 def _serve(args: argparse.Namespace) -> int:
     engine = config_from(args, EngineConfig)
-    server = config_from(args, ServerConfig)
+    reading = _reading(args, engine.model)
+    server = config_from(args, ServerConfig, **reading)
+    if reading:
+        print(
+            f"limelight: {engine.model} has the parsers {server.reasoning_parser} and "
+            "--enable-auto-tool-choice of itself; --no-enable-auto-tool-choice serves plain text"
+        )
     from limelight.server.app import run
 
     return run(engine, server)
+
+
+def _reading(args: argparse.Namespace, model: str) -> dict[str, object]:
+    """How the answers of a bundled model are read, where the command line says nothing of it."""
+    parser = BUNDLED_PARSERS.get(model)
+    if parser is None or any(hasattr(args, name) for name in READING):
+        return {}
+    return dict(zip(READING, (parser, parser, True), strict=True))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

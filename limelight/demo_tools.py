@@ -10,7 +10,6 @@ from zoneinfo import ZoneInfo, available_timezones
 
 LONGEST = 200  # characters of an expression
 MOST_BITS = 10_000  # of a power, so that none takes long
-TIME = "%A, %Y-%m-%d %H:%M:%S %Z"
 
 Tool = dict[str, object]
 
@@ -67,15 +66,19 @@ def _power(base: float, exponent: float) -> float:
 
 
 def get_time(city: str | None = None) -> str:
-    """The date and the time, here or in a city that a time zone is named after."""
+    """The time, here or in a city that a time zone is named after; JSON, as models expect it."""
     if city is None:
-        return datetime.now().astimezone().strftime(TIME)
+        return _told(datetime.now())
     named = city.strip().replace(" ", "_").casefold()
     zones = [zone for zone in sorted(available_timezones()) if "/" in zone]
     found = [zone for zone in zones if named in (zone.casefold(), zone.split("/")[-1].casefold())]
     if not found:
         raise ValueError(f"no time zone is named after {city[:50]!r}")
-    return datetime.now(ZoneInfo(found[-1])).strftime(TIME)
+    return _told(datetime.now(ZoneInfo(found[-1])))
+
+
+def _told(now: datetime) -> str:
+    return json.dumps({"time": now.strftime("%H:%M")})
 
 
 TOOLS: list[Tool] = [
@@ -96,7 +99,7 @@ TOOLS: list[Tool] = [
         "type": "function",
         "function": {
             "name": "get_time",
-            "description": "Get the date and the time, here or in a city.",
+            "description": "Get the local time, here or in a city.",
             "parameters": {
                 "type": "object",
                 "properties": {"city": {"type": "string"}},
@@ -113,10 +116,10 @@ def run_tool(name: str, arguments: str) -> str:
     program = PROGRAMS.get(name)
     if program is None:
         return f"error: there is no tool {name[:50]!r}"
-    given = json.loads(arguments)
-    if not all(isinstance(value, str) for value in given.values()):
-        return "error: the arguments must be texts"
     try:
+        given = json.loads(arguments)
+        if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+            return "error: the arguments must be an object of texts"
         return program(**given)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         return f"error: {error}"

@@ -60,6 +60,10 @@ class Metrics:
         self.rejected = self._counters(
             "admission_rejections", "Requests refused at the door, by reason", "reason"
         )
+        self.calls_read = self._counters(
+            "tool_call_parser_invocations", "Choices that were read for calls of tools",
+            "mode", "outcome", "request_type",
+        )  # fmt: skip
         self.http_requests = Counter(
             "http_requests", "HTTP requests", ("handler", "method", "status"),
             registry=self.registry,
@@ -108,9 +112,9 @@ class Metrics:
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"vllm:{name}", help, LABELS, registry=self.registry).labels(*self._labels)
 
-    def _counters(self, name: str, help: str, label: str) -> Callable[[str], Counter]:
-        family = Counter(f"vllm:{name}", help, (*LABELS, label), registry=self.registry)
-        return lambda value: family.labels(*self._labels, value)
+    def _counters(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
+        family = Counter(f"vllm:{name}", help, (*LABELS, *labels), registry=self.registry)
+        return lambda *values: family.labels(*self._labels, *values)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"vllm:{name}", help, LABELS, buckets=buckets, registry=self.registry)

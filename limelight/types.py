@@ -312,8 +312,8 @@ class Sampled:
     """What one grant gave: tokens where it samples, log-probabilities where they were asked for.
 
     `prompt_logprobs` are those of positions start + 1 .. start + num_tokens as far as the prompt
-    goes. `error` ends this sequence alone. With `is_whole` there is no token: the constraint is
-    fulfilled and lets nothing follow.
+    goes. `error` (what failed) and `refused` (what is wrong with the request) end this sequence
+    alone. With `is_whole` there is no token: the constraint is fulfilled and lets nothing follow.
     """
 
     slot: int
@@ -321,6 +321,7 @@ class Sampled:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    refused: str | None = None
     is_whole: bool = False
 
 

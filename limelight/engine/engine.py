@@ -170,15 +170,8 @@ class Engine:
             if decided.refused is None and decided.error is None:
                 self.scheduler.add(Sequence(request))
                 continue
-            self._forget(request.id)
             outputs.append(
-                Output(
-                    request_id=request.id,
-                    token_ids=[],
-                    finish_reason="error",
-                    error=decided.error,
-                    refused=decided.refused,
-                )
+                self._without_answer(request, error=decided.error, refused=decided.refused)
             )
         return outputs
 
@@ -206,13 +199,28 @@ class Engine:
             raise error
         alive = [sequence for sequence in sequences if self.scheduler.holds(sequence)]
         logger.error("a step of %d sequences failed", len(alive), exc_info=error)
-        return [self._fail(sequence, str(error)) for sequence in alive]
+        return [self._fail(sequence, error=str(error)) for sequence in alive]
 
-    def _fail(self, sequence: Sequence, error: str) -> Output:
-        self.scheduler.fail(sequence)
-        request_id = sequence.request.id
-        self._forget(request_id)
-        return Output(request_id=request_id, token_ids=[], finish_reason="error", error=error)
+    def _fail(
+        self, sequence: Sequence, *, error: str | None = None, refused: str | None = None
+    ) -> Output:
+        if error is None:
+            self.scheduler.finish(sequence)
+        else:
+            self.scheduler.fail(sequence)
+        return self._without_answer(sequence.request, error=error, refused=refused)
+
+    def _without_answer(
+        self, request: Request, *, error: str | None, refused: str | None
+    ) -> Output:
+        self._forget(request.id)
+        return Output(
+            request_id=request.id,
+            token_ids=[],
+            finish_reason="error",
+            error=error,
+            refused=refused,
+        )
 
     def _settle(self, sequence: Sequence, grant: Grant, sampled: Sampled) -> Output | None:
         """Append what one sequence was given; None when there is nothing to tell yet."""
@@ -221,8 +229,8 @@ class Engine:
             # After a preemption the prompt is computed again; each position is told once.
             known = self.prompt_logprobs[request.id]
             known += sampled.prompt_logprobs[len(known) - (grant.start + 1) :]
-        if sampled.error is not None:
-            return self._fail(sequence, sampled.error)
+        if sampled.error is not None or sampled.refused is not None:
+            return self._fail(sequence, error=sampled.error, refused=sampled.refused)
         if not grant.samples:
             return None
         if request.max_tokens == 0:  # only the prompt was asked about

@@ -3,6 +3,8 @@
 The engine asks and goes on stepping; what is decided comes with one of its next steps.
 """
 
+import hashlib
+import importlib
 import itertools
 import logging
 import os
@@ -32,16 +34,19 @@ BYTES_KEPT = 256 * 2**20
 # A fault of a moment, such as a machine with no time, must not be one for good.
 SECONDS_OF_REFUSAL = 60.0
 MOST_REFUSALS = 1024
+# More wait here, where they can still be forgotten.
+MOST_TRIED = 10
 Key = tuple[str, tuple[int, ...]]  # a tag, and the marks
 Made: TypeAlias = "xgrammar.CompiledGrammar | Fault"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why there is no grammar; whether what was asked for is to blame."""
+    """Why there is no grammar; whether what was asked for is to blame, now or for good."""
 
     reason: str
     is_users: bool = True
+    for_good: bool = True
 
     def __str__(self) -> str:
         return f"the form that the answer must have cannot be enforced: {self.reason}"
@@ -68,7 +73,7 @@ class Kept:
     """Grammars and refusals that were made lately, the oldest first."""
 
     grammars: "OrderedDict[Key, xgrammar.CompiledGrammar]" = field(default_factory=OrderedDict)
-    refusals: OrderedDict[Key, tuple[Fault, float]] = field(default_factory=OrderedDict)
+    refusals: OrderedDict[bytes, tuple[Fault, float]] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
     def keep(self, key: Key, grammar: "xgrammar.CompiledGrammar") -> None:
@@ -78,7 +83,7 @@ class Kept:
             self.num_bytes -= _size(*self.grammars.popitem(last=False))
 
     def refuse(self, key: Key, fault: Fault) -> None:
-        self.refusals[key] = fault, time.monotonic() + SECONDS_OF_REFUSAL
+        self.refusals[_digest(key)] = fault, time.monotonic() + SECONDS_OF_REFUSAL
         if len(self.refusals) > MOST_REFUSALS:
             self.refusals.popitem(last=False)
 
@@ -88,8 +93,13 @@ class Kept:
         return self.grammars.get(key)
 
     def refusal(self, key: Key) -> Fault | None:
-        fault, until = self.refusals.get(key, (None, 0.0))
+        fault, until = self.refusals.get(_digest(key), (None, 0.0))
         return fault if time.monotonic() < until else None
+
+
+def _digest(key: Key) -> bytes:
+    """What a refusal is known by: tags are long, and there may be many."""
+    return hashlib.sha256(repr(key).encode()).digest()
 
 
 def _size(key: Key, grammar: "xgrammar.CompiledGrammar") -> int:
@@ -107,6 +117,8 @@ class Grammars:
         self.of_request: dict[str, xgrammar.CompiledGrammar] = {}
         self._kept = Kept()
         self._asked: dict[Key, list[Request]] = {}
+        self._waiting: OrderedDict[Key, None] = OrderedDict()  # of these, to be tried yet
+        self._turns = itertools.cycle((True, False))
         self._ready: list[Decided] = []
         self._compiled: queue.SimpleQueue[tuple[Key, Made]] = queue.SimpleQueue()
         self._compiling = Compiling(read_vocabulary, self._compiled.put)
@@ -132,12 +144,14 @@ class Grammars:
             self._ready.append(Decided(request, refusal))
         else:
             if key not in self._asked:
-                self._compiling.put(key)
+                self._waiting[key] = None
             self._asked.setdefault(key, []).append(request)
+            self._try_more()
 
     def decided(self, *, seconds: float = 0.0) -> list[Decided]:
         """What has been decided since the last time; wait at most so long for it."""
         while self._asked:
+            self._try_more()
             try:
                 wait = seconds > 0 and not self._ready
                 key, made = (
@@ -150,10 +164,17 @@ class Grammars:
         ready, self._ready = self._ready, []
         return ready
 
+    def _try_more(self) -> None:
+        """Have some of those that wait tried: by turns the last and the first that came, so that
+        none waits for all that came before it."""
+        while self._waiting and len(self._asked) - len(self._waiting) < MOST_TRIED:
+            key, _ = self._waiting.popitem(last=next(self._turns))
+            self._compiling.put(key)
+
     def _settle(self, key: Key, made: Made) -> list[Request]:
         requests = self._asked.pop(key)
         if isinstance(made, Fault):
-            if made.is_users:
+            if made.is_users and made.for_good:
                 self._kept.refuse(key, made)
         else:
             self._kept.keep(key, made)
@@ -164,8 +185,10 @@ class Grammars:
         """A request has ended, or is given up; its grammar is only kept if there is room."""
         self.of_request.pop(request_id, None)
         self._ready = [decided for decided in self._ready if decided.request.id != request_id]
-        for key, requests in self._asked.items():
+        for key, requests in list(self._asked.items()):
             self._asked[key] = [request for request in requests if request.id != request_id]
+            if not self._asked[key] and key in self._waiting:
+                del self._asked[key], self._waiting[key]
 
     def close(self) -> None:
         """End the process and the threads."""
@@ -298,16 +321,23 @@ class TrialProcess:
             return self._tried.pop(number, None)
 
     def _read(self) -> None:
-        import xgrammar  # noqa: F401  it takes a second, and so does the start of the process
-
+        ended = "the process that tries it ended"
+        try:
+            # It takes a second, and so does the start of the process.
+            importlib.import_module("xgrammar")
+        except ImportError as error:
+            ended = f"xgrammar cannot be loaded: {error}"
+            self._process.kill()
         assert self._process.stdout is not None
         frames = Frames()
         while data := self._process.stdout.read(2**16):
             for message in frames.push(data):
                 verdict = msgspec.msgpack.decode(message, type=Verdict)
                 if (key := self._take(verdict.number)) is not None:
-                    self._decide(key, Fault(verdict.refused) if verdict.refused else None)
+                    reason = verdict.refused
+                    fault = Fault(reason, for_good=verdict.for_good) if reason else None
+                    self._decide(key, fault)
         self._process.wait()
         for number in list(self._tried):
             if (key := self._take(number)) is not None:
-                self._decide(key, Fault("the process that tries it ended", is_users=False))
+                self._decide(key, Fault(ended, is_users=False))

@@ -26,9 +26,16 @@ from limelight.runner.grammar import TOO_SLOW
 if TYPE_CHECKING:
     import xgrammar
 
-SECONDS_OF_TRIAL = 1.5
+# Of a core's time; on a machine with no time to spare a trial may be under way for longer.
+SECONDS_OF_TRIAL, PATIENCE = 1.5, 8
 BYTES_OF_TRIAL = 512 * 2**20
-AT_ONCE = 4
+# A trial has a short time first, and begins again behind the others if that does not do: so what
+# takes long never keeps what does not from its turn.
+SECONDS_OF_FIRST_TRIAL = 0.25
+SHORT_AT_ONCE, LONG_AT_ONCE = 3, 2
+MOST_LONG = 4  # that wait
+BUSY = "too many constraints that take long to compile are being tried; try again later"
+TOO_LONG = f"it takes more than {SECONDS_OF_TRIAL} s to compile and try"
 # Following a grammar is tried with this many tokens, for at most so many CPU seconds.
 TRIED_TOKENS, SECONDS_OF_FOLLOWING = 96, 0.5
 # A token of a harmless grammar takes up to 5 ms (150,000 tokens, strings of bounded length); what
@@ -72,20 +79,22 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a trial: nothing wrong, or what is."""
+    """What came of a trial: nothing wrong, or what is; not for good if there was only no time."""
 
     number: int
     refused: str | None = None
+    for_good: bool = True
 
 
 @dataclass(slots=True)
 class Fork:
     """A trial under way in a process of its own, and the pipe on which it tells its verdict."""
 
-    number: int
+    trial: Trial
     pid: int
     pipe: int
     deadline: float
+    is_long: bool
 
 
 @dataclass(slots=True)
@@ -113,43 +122,60 @@ def frame(message: object) -> bytes:
 
 
 class Trials:
-    """Takes trials in the order in which they come, some at once."""
+    """Takes trials in the order in which they come, some at once; those that take long, apart."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
-        self.waiting: list[Trial] = []
+        self.short: list[Trial] = []
+        self.long: list[Trial] = []
         self.forks: dict[int, Fork] = {}  # by pipe
         self.compilers: dict[tuple[int, ...], xgrammar.GrammarCompiler] = {}
 
     def begin(self) -> None:
         """Start what may start."""
-        while self.waiting and len(self.forks) < AT_ONCE:
-            trial = self.waiting.pop(0)
-            # One model has a set of marks or two; a fork finds their compiler made.
-            marks = tuple(sorted(set(trial.marks)))
-            if marks not in self.compilers:
-                self.compilers[marks] = self.vocabulary.compiler(list(marks))
-            out, into = os.pipe()
-            if (pid := os.fork()) == 0:
-                _run(into, self.compilers[marks], trial.tag, self.vocabulary.ends)
-            os.close(into)
-            deadline = time.monotonic() + SECONDS_OF_TRIAL
-            self.forks[out] = Fork(trial.number, pid, out, deadline)
+        num_long = sum(fork.is_long for fork in self.forks.values())
+        for _ in range(min(len(self.long), LONG_AT_ONCE - num_long)):
+            self._start(self.long.pop(0), is_long=True)
+        num_short = sum(not fork.is_long for fork in self.forks.values())
+        for _ in range(min(len(self.short), SHORT_AT_ONCE - num_short)):
+            self._start(self.short.pop(0), is_long=False)
 
-    def end(self, fork: Fork, *, in_time: bool) -> Verdict:
-        """The verdict on a fork that has told it, has died, or has to be ended."""
+    def _start(self, trial: Trial, *, is_long: bool) -> None:
+        # One model has a set of marks or two; a fork finds their compiler made.
+        marks = tuple(sorted(set(trial.marks)))
+        if marks not in self.compilers:
+            self.compilers[marks] = self.vocabulary.compiler(list(marks))
+        out, into = os.pipe()
+        seconds = SECONDS_OF_TRIAL if is_long else SECONDS_OF_FIRST_TRIAL
+        if (pid := os.fork()) == 0:
+            os.nice(15 if is_long else 5)
+            # Its signal ends the process.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            _run(into, self.compilers[marks], trial.tag, self.vocabulary.ends)
+        os.close(into)
+        deadline = time.monotonic() + PATIENCE * seconds
+        self.forks[out] = Fork(trial, pid, out, deadline, is_long)
+
+    def end(self, fork: Fork, *, in_time: bool) -> Verdict | None:
+        """The verdict on a fork that has told it, has died, or has to be ended; none yet if it is
+        to be tried for longer."""
         said = os.read(fork.pipe, 65536) if in_time else b""
         os.kill(fork.pid, signal.SIGKILL)
-        os.waitpid(fork.pid, 0)
+        _, status = os.waitpid(fork.pid, 0)
         os.close(fork.pipe)
         del self.forks[fork.pipe]
-        if not in_time:
-            return Verdict(
-                fork.number, f"it takes more than {SECONDS_OF_TRIAL} s to compile and try"
-            )
-        if not said:
-            return Verdict(fork.number, "it takes too much memory to compile")
-        return Verdict(fork.number, json.loads(said))
+        number = fork.trial.number
+        if said:
+            return Verdict(number, json.loads(said))
+        worked_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+        if in_time and not worked_long:
+            return Verdict(number, "it takes too much memory to compile")
+        if fork.is_long:
+            return Verdict(number, TOO_LONG if worked_long else BUSY, for_good=worked_long)
+        if len(self.long) >= MOST_LONG:
+            return Verdict(number, BUSY, for_good=False)
+        self.long.append(fork.trial)
+        return None
 
     def wait(self, source: int) -> tuple[bool, list[Verdict]]:
         """Wait for news: whether `source` has something to read, and what has been decided."""
@@ -158,7 +184,8 @@ class Trials:
         ready, _, _ = select.select([source, *self.forks], [], [], seconds)
         verdicts = [self.end(self.forks[pipe], in_time=True) for pipe in ready if pipe != source]
         late = [fork for fork in self.forks.values() if fork.deadline <= time.monotonic()]
-        return source in ready, verdicts + [self.end(fork, in_time=False) for fork in late]
+        verdicts += [self.end(fork, in_time=False) for fork in late]
+        return source in ready, [verdict for verdict in verdicts if verdict is not None]
 
 
 def _run(pipe: int, compiler: "xgrammar.GrammarCompiler", tag: str, ends: list[int]) -> NoReturn:
@@ -172,7 +199,6 @@ def _run(pipe: int, compiler: "xgrammar.GrammarCompiler", tag: str, ends: list[i
 def _try(compiler: "xgrammar.GrammarCompiler", tag: str, ends: list[int]) -> str | None:
     """What is wrong with a tag."""
     _limit_memory()
-    os.nice(5)
     try:
         return _follow(compiler.compile_structural_tag(tag), ends)
     except MemoryError:
@@ -242,7 +268,7 @@ def main() -> int:
                 if trials is None:
                     trials = Trials(msgspec.msgpack.decode(message, type=Vocabulary))
                 else:
-                    trials.waiting.append(msgspec.msgpack.decode(message, type=Trial))
+                    trials.short.append(msgspec.msgpack.decode(message, type=Trial))
         if trials is not None:
             trials.begin()
     for fork in trials.forks.values() if trials is not None else ():

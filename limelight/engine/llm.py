@@ -244,7 +244,7 @@ class LLM:
             raise RuntimeError(error)
 
     def _plain_job(self, prompt: Prompt, params: SamplingParams) -> Job:
-        return self._job(prompt, params, _plainly(_content(params)))
+        return self._job(prompt, params, self._plainly(_content(params)))
 
     def _chat_job(
         self,
@@ -256,7 +256,7 @@ class LLM:
         ids = self.render(messages, tools=tools, **template_kwargs)
         form, content = self.form, _content(params)
         if form is None:
-            return self._job(ids, params, _plainly(content))
+            return self._job(ids, params, self._plainly(content))
         reads = tools if form.calls else None
         asked = Asked(token_ids=ids, tools=reads, template_kwargs=template_kwargs)
         functions = [cast(Message, tool["function"]) for tool in reads or ()]
@@ -265,6 +265,13 @@ class LLM:
         waits = constraint is not None and constraint.after_reasoning
         reasoning = form.reasoning(asked) if waits else None
         return self._job(ids, params, Handling(form.parser(asked), constraint, reasoning))
+
+    def _plainly(self, content: Format | None) -> Handling:
+        if content is None:
+            return Handling()
+        if self.tokenizer is None:
+            raise RequestError("structured_outputs need a tokenizer, and this model has none")
+        return Handling(constraint=plain_constraint(Demand(content=content), self.tokenizer))
 
     def _job(self, prompt: Prompt, params: SamplingParams, handling: Handling) -> Job:
         text, ids = self._prompt_ids(prompt)
@@ -363,10 +370,6 @@ def _content(params: SamplingParams) -> Format | None:
     """What the content of an answer must be, if anything."""
     asked = params.structured_outputs
     return None if asked is None else answer_format(None, asked.given)
-
-
-def _plainly(content: Format | None) -> Handling:
-    return Handling(constraint=None if content is None else plain_constraint(content))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

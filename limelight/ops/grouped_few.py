@@ -94,11 +94,18 @@ def _grouped_few_kernel(
 # Up to so many pairs of an expert on average, and so many that programs look through.
 MOST_EACH, MOST_PAIRS = 2, 64
 Tile = dict[str, int]
-# Rows of the weight a program, by the most columns.
-TILES: dict[int, Tile] = {
-    1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
-    2048: {"BLOCK_N": 16, "num_warps": 4, "maxnreg": 128},
-    2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
+# Rows of the weight a program; by the most pairs, then by the most columns.
+TILES: dict[int, dict[int, Tile]] = {
+    MOST_PAIRS: {
+        1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
+        2048: {"BLOCK_N": 16, "num_warps": 4, "maxnreg": 128},
+        2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
+    },
+    2**31: {
+        1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
+        2048: {"BLOCK_N": 32, "num_warps": 4, "maxnreg": 168},
+        2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
+    },
 }
 
 
@@ -133,7 +140,7 @@ def few_each(
     options["BLOCK_P"] = 1 if blocks[1] is not None else triton.next_power_of_2(most)
 
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
-        tile = by_size(TILES, max(sizes["K"], sizes["SHARED_K"]))
+        tile = by_size(by_size(TILES, rows * count), max(sizes["K"], sizes["SHARED_K"]))
         warps, kinds = tile["num_warps"], 2 if sizes["GATED"] else 1
         tiles, shared_tiles = (
             triton.cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N")

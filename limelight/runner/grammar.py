@@ -25,10 +25,12 @@ SECONDS_OF_TOKEN = 0.05
 LARGE_VOCABULARY = 32_768
 MOST_THREADS = 8
 TOO_SLOW = "what the constraint allows next takes too long to find; a simpler one would do"
+# A character has four bytes at most, and a token at least one.
+LONGEST_REST = 3
 
 
 class Guide:
-    """Follows one sequence; `error` tells what ends it at once.
+    """Follows one sequence; `refused` tells what is wrong with the request and ends it at once.
 
     While the constraint waits for the end of reasoning, it lets everything come but what would end
     reasoning with something that it cannot begin with: the answer's end, or a kept end.
@@ -43,8 +45,9 @@ class Guide:
         output: list[int],
     ):
         params, constraint, reasoning = request.params, request.constraint, request.reasoning
-        self.error: str | None = None
+        self.refused: str | None = None
         self.has_ended = False
+        self._num_late = 0  # tokens of reasoning since its end should have come
         self._eos = eos_token_ids
         self._ignores_eos = params.ignore_eos
         self._stops = list(params.stop_token_ids or [])
@@ -57,7 +60,7 @@ class Guide:
         self._waits = waits and self.thoughts is not None and self.thoughts.is_open
         self._barred: list[list[int]] = []
         if self._waits and self.matcher is not None and reasoning is not None:
-            self._barred = [end for end in reasoning.ends_kept if not self._may_begin(end)]
+            self._barred = [end for end in reasoning.ends_kept if not self._lets(end)]
             if not self.matcher.is_completed() and not params.ignore_eos:
                 self._barred += [[token_id] for token_id in eos_token_ids]
         for token_id in output:
@@ -65,8 +68,19 @@ class Guide:
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next, whatever else is said."""
-        return None if self.thoughts is None or self.has_ended else self.thoughts.forced
+        """The only token that may come next, whatever else is said.
+
+        Where the constraint holds reasoning too, its end waits for that of a character.
+        """
+        token_id = None if self.thoughts is None or self.has_ended else self.thoughts.forced
+        if token_id is None or not self._is_held or self._num_late >= LONGEST_REST:
+            return token_id
+        return token_id if self._lets([token_id]) else None
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether the constraint has begun, and has not been given up."""
+        return self.matcher is not None and not self._waits and self.refused is None
 
     @property
     def banned(self) -> list[int]:
@@ -78,8 +92,7 @@ class Guide:
     @property
     def needs_mask(self) -> bool:
         """Whether the grammar has a say in the next token."""
-        active = self.matcher is not None and not self._waits and not self.has_ended
-        return active and self.error is None and self.forced is None
+        return self._is_held and not self.has_ended and self.forced is None
 
     @property
     def is_whole(self) -> bool:
@@ -103,21 +116,28 @@ class Guide:
             return
         following = [token_id]
         if self.thoughts is not None:
+            is_late = self.thoughts.forced not in (None, token_id)
+            self._num_late = self._num_late + 1 if is_late else 0
             after = self.thoughts.feed(token_id)
             if self._waits:
                 following, self._waits = after, self.thoughts.is_open
         if token_id in self._ends:
             self.has_ended = True
-        elif self.matcher is not None and not self._waits:
-            started = time.thread_time()
-            for accepted in following:
-                if not self.matcher.accept_token(accepted):
-                    self.error = f"the constraint does not allow the token {accepted} that came"
-            if time.thread_time() - started > SECONDS_OF_TOKEN:
-                self.error = TOO_SLOW
+        elif self._is_held:
+            self._follow(following)
 
-    def _may_begin(self, token_ids: list[int]) -> bool:
-        """Whether the grammar can begin with these."""
+    def _follow(self, token_ids: list[int]) -> None:
+        assert self.matcher is not None
+        started = time.thread_time()
+        for token_id in token_ids:
+            if not self.matcher.accept_token(token_id):
+                self.refused = f"the constraint does not allow the token {token_id} that came"
+                return
+        if time.thread_time() - started > SECONDS_OF_TOKEN:
+            self.refused = TOO_SLOW
+
+    def _lets(self, token_ids: list[int]) -> bool:
+        """Whether the grammar lets these follow."""
         assert self.matcher is not None
         count = 0
         while count < len(token_ids) and self.matcher.accept_token(token_ids[count]):
@@ -161,9 +181,12 @@ class Masks:
         matchers = [guide.matcher for guide in guides if guide.matcher is not None]
         assert len(matchers) == len(guides)
         started = time.perf_counter()
-        self._batch.batch_fill_next_token_bitmask(matchers, bits_RV)
+        try:
+            self._batch.batch_fill_next_token_bitmask(matchers, bits_RV)
+        except RuntimeError:
+            self._fill_each(guides, bits_RV)
         if time.perf_counter() - started > SECONDS_OF_TOKEN:
-            self._find_slow(guides)
+            self._fill_each(guides, bits_RV)
         bytes_RV = bits_RV.view(torch.uint8)
         for guide, mask_V in zip(guides, bytes_RV.numpy(), strict=True):
             guide.finish_mask(mask_V)
@@ -180,12 +203,14 @@ class Masks:
         else:
             logits_RV.index_add_(0, torch.tensor(rows, device=self.device), added_RV)
 
-    def _find_slow(self, guides: list[Guide]) -> None:
-        """Give those an error that alone take too long."""
-        scratch_1V = torch.zeros_like(self._bits_RV[:1])
-        for guide in guides:
+    def _fill_each(self, guides: list[Guide], bits_RV: torch.Tensor) -> None:
+        """Fill row by row, and refuse those that fail or that alone take too long."""
+        for r, guide in enumerate(guides):
             assert guide.matcher is not None
             started = time.thread_time()
-            guide.matcher.fill_next_token_bitmask(scratch_1V)
+            try:
+                guide.matcher.fill_next_token_bitmask(bits_RV, r)
+            except RuntimeError as error:
+                guide.refused = f"what the constraint allows next cannot be told: {error}"[:500]
             if time.thread_time() - started > SECONDS_OF_TOKEN:
-                guide.error = TOO_SLOW
+                guide.refused = TOO_SLOW

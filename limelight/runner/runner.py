@@ -107,10 +107,11 @@ class Launched:
             return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
         return Sampled(
             slot=grant.slot,
-            token_ids=[choice.token_id] if choice.error is None and not choice.is_whole else [],
+            token_ids=[choice.token_id] if choice.has_token else [],
             logprobs=[choice.logprobs] if choice.logprobs else None,
             prompt_logprobs=prompt_logprobs,
             error=choice.error,
+            refused=choice.refused,
             is_whole=choice.is_whole,
         )
 

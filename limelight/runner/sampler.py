@@ -136,13 +136,19 @@ class Rules:
 class Choice:
     """What one row gave: a token, its log-probabilities if asked for, or why there is none.
 
-    `is_whole`: no token may follow, and the constraint asks for none.
+    `error` tells what failed, and `refused` what is wrong with the request. `is_whole`: no token
+    may follow, and the constraint asks for none.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    refused: str | None = None
     is_whole: bool = False
+
+    @property
+    def has_token(self) -> bool:
+        return self.error is None and self.refused is None and not self.is_whole
 
 
 class Sampler:
@@ -239,10 +245,10 @@ class Sampler:
         if best == float("-inf"):
             if guide is not None and guide.is_whole:
                 return Choice(0, is_whole=True)
-            return Choice(0, error="no token is allowed here")
+            return Choice(0, refused=(guide and guide.refused) or "no token is allowed here")
         rule.record(token_id)
-        if guide is not None and guide.error is not None:
-            return Choice(0, error=guide.error)
+        if guide is not None and guide.refused is not None:
+            return Choice(0, refused=guide.refused)
         return Choice(token_id, logprobs)
 
     def _processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:

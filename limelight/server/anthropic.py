@@ -97,6 +97,7 @@ def read_message(reader: Reader, body: bytes, request_id: str, *, counts: bool =
         shared,
         ChatFields(include_reasoning=False if omitted else None),
         _conversation(fields),
+        api="other",
         id="msg_" + (clean_request_id(shared.request_id) or request_id),
         field_names=FIELD_NAMES,
     )

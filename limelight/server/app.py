@@ -185,7 +185,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         texts = load_texts(engine_config, server_config)
         model = (server_config.served_model_name or [engine_config.model])[0]
         url = address(sock)
-        print(f"limelight: loading {model}; listening on {url}", flush=True)
+        print(f"limelight: loading {model}; listening on {url}, a page is there too", flush=True)
 
         async def main() -> int:
             client = EngineClient(engine_config)

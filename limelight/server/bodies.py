@@ -151,8 +151,10 @@ def renamed(names: dict[str | None, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        param = names.get(error.param, error.param)
-        raise RequestError(str(error), param=param, code=error.code) from error
+        param, text = names.get(error.param, error.param), str(error)
+        if error.param and param and re.match(rf"{error.param}\b", text):
+            text = param + text.removeprefix(error.param)
+        raise RequestError(text, param=param, code=error.code) from error
 
 
 def _malformed(body: bytes, error: msgspec.DecodeError) -> RequestError:

@@ -153,7 +153,7 @@ class Generation:
             request, self.tokenizer, parser, tell_reasoning=self.question.include_reasoning,
             stop_in_reasoning=self.stop_in_reasoning, keep_cut=self.keep_cut,
         )  # fmt: skip
-        waits = True
+        waits, has_called = True, False
         reason = None
         async for output in outputs:
             if waits:
@@ -168,11 +168,20 @@ class Generation:
             if delta.finish_reason == "error":
                 raise _failed(request, delta)
             self._news.put_nowait((index, delta))
+            has_called |= any(piece.ends for piece in delta.calls)
             reason = delta.finish_reason
             if reason is not None and output.finish_reason is None:
                 break
         assert reason is not None, f"{request.id}: the stream ended without a reason"
+        self._note_calls(has_called)
         return reason
+
+    def _note_calls(self, has_called: bool):
+        """Count a choice that was read for calls."""
+        if self.question.demand.tools:
+            mode = "streaming" if self.question.shared.stream else "non_streaming"
+            outcome = "tool_call" if has_called else "no_tool_call"
+            self.metrics.calls_read(mode, outcome, self.question.api).inc()
 
     def _refused(self, what: str) -> RequestError:
         """The engine has found that the answer cannot be held to what was asked for."""

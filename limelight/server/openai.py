@@ -49,6 +49,7 @@ class Question:
     """
 
     kind: Literal["chat", "completion"]
+    api: Literal["chat_completions", "responses", "other"]  # as metrics tell it
     id: str
     model: str
     shared: SharedFields
@@ -114,6 +115,7 @@ class Reader:
             shared,
             own,
             decode(body, ConversationFields),
+            api="chat_completions",
             id="chatcmpl-" + (clean_request_id(shared.request_id) or request_id),
             field_names={"prompt": "messages", "max_tokens": name},
         )
@@ -124,6 +126,7 @@ class Reader:
         own: ChatFields,
         conversation: ConversationFields,
         *,
+        api: Literal["chat_completions", "responses", "other"],
         id: str,
         field_names: dict[str | None, str],
     ) -> Question:
@@ -142,6 +145,7 @@ class Reader:
             source = read_conversation(conversation, self.config)
             return Question(
                 kind="chat",
+                api=api,
                 id=id,
                 model=self.names[0],
                 shared=shared,
@@ -173,6 +177,7 @@ class Reader:
             prompt_logprobs = -1 if -1 in counts else max(counts)
         return Question(
             kind="completion",
+            api="other",
             id="cmpl-" + (clean_request_id(shared.request_id) or request_id),
             model=self.names[0],
             shared=shared,

@@ -10,7 +10,7 @@ from limelight.server.openai import Question
 from limelight.server.prompts import Prompt
 from limelight.server.tools import FORCED
 from limelight.text.answer_form import AnswerForm, Asked, Handling, find_form, plain_constraint
-from limelight.text.demand import Demand, Format, answer_format
+from limelight.text.demand import Demand, answer_format
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import Constraint, Reasoning, RequestError
@@ -92,7 +92,7 @@ class Handler:
             constraint = self.form.constraint(asked, demand, budget=question.budget)
         else:
             parser = None
-            constraint = self._plain(demand.content, reasoning, question.demanded_by)
+            constraint = self._plain(demand, reasoning, question.demanded_by)
         if constraint is None and demand.choice in FORCED:
             raise RequestError(
                 "this server cannot guarantee that a tool is called", param="tool_choice"
@@ -111,14 +111,14 @@ class Handler:
         return found if is_read or found is None else as_marked(found, asked.token_ids)
 
     def _plain(
-        self, content: Format | None, reasoning: Reasoning | None, param: str | None
+        self, demand: Demand, reasoning: Reasoning | None, param: str | None
     ) -> Constraint | None:
         """The constraint of an answer that has no form beside what its content must be."""
-        if content is None:
+        if demand.content is None:
             return None
         if self.tokenizer is None:
             raise RequestError(f"{param} needs a tokenizer, and this model has none", param=param)
-        return plain_constraint(content, waits=reasoning is not None and reasoning.is_open)
+        return plain_constraint(demand, self.tokenizer, reasoning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ def read_response(reader: Reader, body: bytes, request_id: str) -> tuple[Questio
             chat_template_kwargs=fields.chat_template_kwargs,
             reasoning_effort=fields.reasoning.effort if fields.reasoning else None,
         ),
+        api="responses",
         id="resp_" + (clean_request_id(shared.request_id) or request_id),
         field_names=FIELD_NAMES,
     )

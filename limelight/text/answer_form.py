@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from limelight.text.demand import Demand, Format
+from limelight.text.demand import Demand, has_lengths, not_in_json
 from limelight.text.glm47 import Glm47Parser
 from limelight.text.glm_grammar import glm_constraint, glm_reasoning
 from limelight.text.parsers import AnswerParser
@@ -159,7 +159,7 @@ class TemplateForm:
     def constraint(
         self, asked: Asked, demand: Demand, *, budget: int | None = None
     ) -> Constraint | None:
-        return template_constraint(
+        made = template_constraint(
             self.template,
             demand,
             prompt=self.prompt(asked),
@@ -167,6 +167,9 @@ class TemplateForm:
             reasons=True,
             budget=budget,
         )
+        if made is None or not has_lengths(json.loads(made.tag)):
+            return made
+        return replace(made, marks=list(not_in_json(self.tokenizer)))
 
     def reasoning(self, asked: Asked, *, budget: int | None = None) -> Reasoning | None:
         return template_reasoning(
@@ -219,7 +222,24 @@ def thinking_of(template_kwargs: dict[str, object]) -> bool | None:
     return None if given == [None, None] else any(given)
 
 
-def plain_constraint(content: Format, *, waits: bool = False) -> Constraint:
-    """That of an answer which is nothing but `content`, perhaps from where reasoning ends."""
-    tag = json.dumps({"type": "structural_tag", "format": content})
-    return Constraint(tag=tag, after_reasoning=waits)
+def plain_constraint(
+    demand: Demand, tokenizer: Tokenizer, reasoning: Reasoning | None = None
+) -> Constraint | None:
+    """That of an answer which is nothing but content, from where open reasoning ends.
+
+    A special token is no text of it, nor is one that begins reasoning.
+    """
+    content = demand.content
+    if content is None:
+        return None
+    marks: set[int] = set()
+    if not demand.has_own_tag:
+        starts = [] if reasoning is None else reasoning.starts
+        marks = {*tokenizer.special_ids, *(mark[0] for mark in starts if len(mark) == 1)}
+    if has_lengths(content):
+        marks |= set(not_in_json(tokenizer))
+    return Constraint(
+        tag=json.dumps({"type": "structural_tag", "format": content}),
+        after_reasoning=reasoning is not None and reasoning.is_open,
+        marks=sorted(marks),
+    )

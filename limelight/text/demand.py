@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import msgspec
+
 from limelight.text.formats import Format as Format
 from limelight.text.formats import json_value, one_of, pattern
 from limelight.text.json_schema import children, prepared
@@ -160,7 +162,8 @@ def _json(text: str, where: str) -> object:
     if len(text) > 1_000_000:
         raise _wrong(param, f"{where} has more than 1000000 characters")
     try:
-        return json.loads(text)
+        # As bodies are read: without NaN, infinities and halves of surrogate pairs.
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         raise _wrong(param, f"{where} is not JSON: {str(error)[:100]}") from error
 

@@ -13,7 +13,7 @@ from limelight.text.formats import either, free_text, json_value, literal, one_o
 from limelight.text.glm47 import VALUE_END
 from limelight.text.glm_casting import Argument
 from limelight.text.regex import ALL, class_of
-from limelight.text.schema import Schema, same
+from limelight.text.schema import Schema, finite, same
 from limelight.text.spelling import but
 
 PLAIN, GOES_ON = class_of(but(ALL, "<")), class_of(but(ALL, "</"))
@@ -171,4 +171,4 @@ def _json(option: Schema, definitions: dict[str, Schema], *, beside_texts: bool)
     if option == {"type": "number"}:
         return pattern(SPELT_NUMBER if beside_texts else NUMBER)
     used = definitions if option["type"] in ("array", "object") else {}
-    return json_value({**option, "$defs": used} if used else option, IN_JSON)
+    return json_value(finite({**option, "$defs": used} if used else option), IN_JSON)

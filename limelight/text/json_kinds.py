@@ -16,11 +16,9 @@ from limelight.text.regex import (
     subtracted,
     with_length,
 )
-from limelight.text.schema import Schema
+from limelight.text.schema import MAX_INTEGER, MAX_NUMBER, Schema
+from limelight.text.spelling import Untold, other_names
 
-# Bounds of integers that xgrammar takes, and of other numbers that it writes exactly.
-MAX_INTEGER = 2**63 - 1
-MAX_NUMBER = 1e15
 MAX_LENGTH = 100_000
 MAX_ITEMS = 10_000
 # As a regex a length takes long to compile; beside what else a text may not have it must be one.
@@ -39,8 +37,6 @@ class Lacking(Protocol):
 
     @property
     def is_plain(self) -> bool: ...
-    @property
-    def is_within(self) -> bool: ...
     def lacks(self, keyword: str, place: str, why: str = ""): ...
     def refuse(self, fault: str, place: str): ...
     def read(self, schema: object, place: str) -> Schema: ...
@@ -149,9 +145,6 @@ def _number(reader: Lacking, schema: Schema, place: str) -> Schema:
             made[keyword] = bound
     if "multipleOf" in schema:
         reader.lacks("multipleOf", place, "only that of integers is")
-    if reader.is_within and len(made) == 1:
-        # An exponent without end would make an infinite number, so that the argument is no JSON.
-        made |= {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
     return made
 
 
@@ -304,7 +297,22 @@ def _object(reader: Lacking, schema: Schema, place: str) -> Schema:
     if "additionalProperties" in schema and further is not False:
         with suppress(Nothing):
             object_["additionalProperties"] = reader.read(further, f"{place}.additionalProperties")
-    return object_ | _counts(reader, schema, object_, place)
+    object_ |= _counts(reader, schema, object_, place)
+    return object_ if reader.is_plain else _without_escapes(reader, object_, place)
+
+
+def _without_escapes(reader: Lacking, made: Schema, place: str) -> Schema:
+    """The object with further keys that no escape makes those of its properties."""
+    further, named = made["additionalProperties"], made["properties"]
+    if further is False:
+        return made
+    assert isinstance(named, dict)
+    try:
+        keys = other_names(named, subtracted(subtracted(ALL, JSON_ESCAPED), reader.without))
+    except Untold as error:
+        reader.lacks("additionalProperties", place, str(error))
+        return {**made, "additionalProperties": False}
+    return {**made, "patternProperties": {keys: further}, "additionalProperties": False}
 
 
 def _check_name(reader: Lacking, name: str):

@@ -5,7 +5,8 @@ bounds of numbers, lengths of texts and arrays, numbers of properties where no o
 pattern, the formats of `regex.FORMATS`, local $ref (recursive ones too), anyOf, allOf whose parts
 can be joined, and oneOf whose branches exclude each other. Without additionalProperties an object
 has no others than its properties, if it names some; properties come in the order of the schema.
-Texts with a pattern, a format or a short length are written without escapes.
+Texts with a pattern, a format or a short length are written without escapes, and so are keys that
+are none of an object's properties.
 
 Not enforced, so an error where the schema is strict and left out otherwise: not, if, dependent*,
 unevaluated*, contains, uniqueItems, patternProperties and propertyNames beside properties,
@@ -122,11 +123,6 @@ class _Reader:
     def is_plain(self) -> bool:
         """Whether a text stands here without quotes."""
         return self._is_raw and self._level <= 1
-
-    @property
-    def is_within(self) -> bool:
-        """Whether this is read from within the JSON of an argument."""
-        return self._is_raw and self._level > 1
 
     def lacks(self, keyword: str, place: str, why: str = ""):
         """`keyword` cannot be enforced: an error if the schema is strict."""

@@ -1,5 +1,6 @@
 """How the parts of a JSON schema lead to each other, and what two schemas are together."""
 
+from collections.abc import Callable
 from urllib.parse import unquote
 
 UNIONS = ("anyOf", "oneOf", "allOf")
@@ -12,8 +13,23 @@ ANNOTATIONS = frozenset(
 HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 BOTH = ("items", "additionalProperties", "propertyNames")
+# Bounds of integers that xgrammar takes, and of other numbers that it writes exactly.
+MAX_INTEGER = 2**63 - 1
+MAX_NUMBER = 1e15
 
 Schema = dict[str, object]
+
+ANY: Schema = {"$ref": "#/$defs/any"}
+ANYTHING: Schema = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "boolean"},
+        {"type": "number", "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER},
+        {"type": "string"},
+        {"type": "array", "items": ANY},
+        {"type": "object", "additionalProperties": ANY},
+    ]
+}
 
 
 class Contradiction(Exception):
@@ -101,6 +117,55 @@ def _joined_types(first: list[object], second: list[object]) -> list[object]:
         if "integer" in one and "number" in other and "integer" not in kept:
             kept.append("integer")
     return kept
+
+
+def mapped(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """A prepared schema with all that are in it, and at last itself, as `change` makes them."""
+    made: Schema = {}
+    for key, value in schema.items():
+        match key, value:
+            case "properties" | "patternProperties" | "$defs", dict():
+                made[key] = {name: mapped(inner, change) for name, inner in value.items()}
+            case "anyOf" | "prefixItems", list():
+                made[key] = [mapped(inner, change) for inner in value]
+            case "items" | "additionalProperties" | "propertyNames", dict():
+                made[key] = mapped(value, change)
+            case _:
+                made[key] = value
+    return change(made)
+
+
+def finite(schema: Schema) -> Schema:
+    """A prepared schema, with the `$defs` that it uses, for JSON of which no number is infinite.
+
+    Nor has an integer more digits than readers take.
+    """
+    known = {**_dict(schema.get("$defs")), "any": ANYTHING}
+    made = mapped({key: value for key, value in schema.items() if key != "$defs"}, _finite)
+    used: dict[str, object] = {}
+    waiting: list[object] = [made]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+            name = str(one.get("$ref")).rpartition("/")[2]
+            if name in known and name not in used:
+                used[name] = mapped(_dict(known[name]), _finite)
+                waiting.append(used[name])
+    return {**made, "$defs": used} if used else made
+
+
+def _finite(schema: Schema) -> Schema:
+    if not schema:
+        return ANY
+    if schema.get("type") not in ("integer", "number") or "multipleOf" in schema:
+        return schema
+    most = MAX_INTEGER if schema["type"] == "integer" else MAX_NUMBER
+    low = {} if {"minimum", "exclusiveMinimum"} & schema.keys() else {"minimum": -most}
+    high = {} if {"maximum", "exclusiveMaximum"} & schema.keys() else {"maximum": most}
+    return {**schema, **low, **high}
 
 
 def same(first: object, second: object) -> bool:

@@ -170,7 +170,8 @@ def _others(node: dict[str, object], allowed: Ranges, *, is_root: bool) -> str:
     if others := but(allowed, children):
         branches.append(f"{class_of(others)}{class_of(allowed)}*")
     for character, child in children.items():
-        branches.append(escaped(character) + _others(child, allowed, is_root=False))
+        if any(low <= ord(character) <= high for low, high in allowed):
+            branches.append(escaped(character) + _others(child, allowed, is_root=False))
     if not is_root and "end" not in node:
         branches.append("")
     return f"(?:{'|'.join(branches)})"

@@ -8,7 +8,7 @@ from limelight.text.demand import Format
 from limelight.text.formats import any_number, either, literal, one_of, optional, pattern, sequence
 from limelight.text.json_schema import prepared
 from limelight.text.regex import ALL, rewritten, subtracted
-from limelight.text.schema import Schema
+from limelight.text.schema import Schema, finite
 from limelight.text.spelling import Untold, but, other_names
 from limelight.text.template_spelling import Calls, Parameters
 from limelight.text.template_values import Value, fenced_json
@@ -66,11 +66,12 @@ class Arguments:
         self._definitions: dict[str, Schema] = found
 
     def format(self) -> Format:
-        if self._calls.parameters is None:
-            return fenced_json(self._schema, self._calls.fence, self._lacks)
         objects = [one for one in self._objects(self._schema, ()) if one is not None]
         if not objects:
             raise Untold("its parameters must be an object")
+        if self._calls.parameters is None:
+            body: Schema = {"anyOf": objects, "$defs": self._definitions}
+            return fenced_json(finite(body), self._calls.fence, self._lacks)
         return either([self._object(one, self._calls.parameters) for one in objects])
 
     def _objects(self, schema: Schema, way: tuple[str, ...]) -> list[Schema | None]:

@@ -8,7 +8,7 @@ from limelight.text.demand import Format
 from limelight.text.fence import Fence
 from limelight.text.formats import either, json_value, literal, pattern
 from limelight.text.regex import ALL, JSON_ESCAPED, class_of, rewritten, subtracted
-from limelight.text.schema import Schema
+from limelight.text.schema import Schema, finite, mapped, same
 from limelight.text.spelling import Untold
 from limelight.text.template_spelling import Parameters
 
@@ -91,7 +91,7 @@ class Value:
             strips = self.spelling.reads == "stripped" and text != text.strip()
             if self.spelling.fence.lets(text) and not ends and not strips:
                 found = self.read(text)
-                if type(found) is type(value) and found == value:
+                if same(found, value):
                     texts.append(text)
         if len(texts) < len(values):
             self.lacks("a listed value is not read back as it is written")
@@ -139,7 +139,7 @@ class Value:
         if schema.keys() == {"type"} and kind in PLAIN and self.spelling.reads != "json":
             return pattern(PLAIN[kind])
         whole = {**schema, "$defs": self.definitions} if self.definitions else schema
-        return fenced_json(whole, self.spelling.fence, self.lacks)
+        return fenced_json(finite(whole), self.spelling.fence, self.lacks)
 
 
 def fenced_json(schema: Schema, fence: Fence, lacks: Callable[[str], None]) -> Format:
@@ -149,15 +149,26 @@ def fenced_json(schema: Schema, fence: Fence, lacks: Callable[[str], None]) -> F
     first = [(ord(character), ord(character)) for character in {mark[0] for mark in marks}]
     plain = class_of(subtracted(subtracted(ALL, JSON_ESCAPED), first))
 
+    def kept(regex: str) -> str | None:
+        try:
+            return rewritten(regex, anywhere=False, without=first)
+        except ValueError as error:
+            lacks(f"a pattern: {error}")
+            return None
+
     def text(schema: Schema) -> Schema:
         """xgrammar looks for marks in texts without any condition only."""
+        if "patternProperties" in schema:
+            further = schema["patternProperties"]
+            assert isinstance(further, dict)
+            keys = [(kept(key), value) for key, value in further.items()]
+            return {**schema, "patternProperties": {key: value for key, value in keys if key}}
         if "pattern" in schema:
-            try:
-                kept = rewritten(str(schema["pattern"]), anywhere=False, without=first)
-            except ValueError as error:
-                lacks(f"a pattern: {error}")
-                return {key: value for key, value in schema.items() if key != "pattern"}
-            return {**schema, "pattern": kept}
+            found = kept(str(schema["pattern"]))
+            without = {key: value for key, value in schema.items() if key != "pattern"}
+            return without if found is None else {**without, "pattern": found}
+        if schema.get("type") != "string":
+            return schema
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if low == 0 and high is None:
             return schema
@@ -168,24 +179,4 @@ def fenced_json(schema: Schema, fence: Fence, lacks: Callable[[str], None]) -> F
         most = "" if high is None or high > MOST_CHARACTERS else str(high)
         return {"type": "string", "pattern": f"{plain}{{{low},{most}}}"}
 
-    return json_value(_mapped(schema, text), [*marks, *NO_TEXT])
-
-
-def _mapped(schema: object, text: Callable[[Schema], Schema]) -> object:
-    """A prepared schema with all of its texts and patterns of keys seen to by `text`."""
-    if not isinstance(schema, dict):
-        return schema
-    made: Schema = {}
-    for key, value in schema.items():
-        match key:
-            case "properties" | "$defs":
-                made[key] = {name: _mapped(inner, text) for name, inner in value.items()}
-            case "anyOf" | "prefixItems":
-                made[key] = [_mapped(inner, text) for inner in value]
-            case "items" | "additionalProperties":
-                made[key] = _mapped(value, text)
-            case "propertyNames":
-                made[key] = text(value)
-            case _:
-                made[key] = value
-    return text(made) if made.get("type") == "string" else made
+    return json_value(mapped(schema, text), [*marks, *NO_TEXT])

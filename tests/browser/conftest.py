@@ -8,7 +8,6 @@ import pytest
 from served import serve
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = "--reasoning-parser glm47 --tool-call-parser glm47 --enable-auto-tool-choice".split()
 
 
 def lacking(what: str):
@@ -52,7 +51,7 @@ def expect(browser_path):
 
 @pytest.fixture(scope="session")
 def server(browser_path, tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("served"), "flint-nano", *FLAGS) as running:
+    with serve(tmp_path_factory.mktemp("served"), "flint-nano") as running:
         yield running
 
 

@@ -20,7 +20,7 @@ from limelight.types import (
 )
 
 EOS = 9
-WHOLE = "whole"
+WHOLE, REFUSED = "whole", "refused"
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
@@ -71,6 +71,8 @@ class ScriptedRunner:
         self.made[request.id] += 1
         if isinstance(token, Exception):
             raise token
+        if token is REFUSED:
+            return Sampled(grant.slot, [], refused="too slow")
         if token is WHOLE:
             return Sampled(grant.slot, [], is_whole=True)
         if isinstance(token, str):
@@ -131,6 +133,14 @@ def test_a_sequence_of_no_tokens_ends_with_its_prompt():
     outputs = serve(engine, ask("a", prompt=range(10), max_tokens=0, prompt_logprobs=0))["a"]
     assert [(output.token_ids, output.finish_reason) for output in outputs] == [([], "length")]
     assert len(outputs[0].prompt_logprobs) == 10
+
+
+def test_a_request_found_to_be_wrong_leaves_the_others_alone():
+    engine = engine_of({"a": [1, REFUSED], "b": [4, 4, 4, EOS]})
+    outputs = serve(engine, ask("a"), ask("b"))
+    last = outputs["a"][-1]
+    assert (last.finish_reason, last.refused, last.error) == ("error", "too slow", None)
+    assert tokens(outputs["b"]) == [4, 4, 4, EOS]
 
 
 def test_an_error_of_one_sequence_leaves_the_others_alone():

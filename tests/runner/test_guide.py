@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from limelight.engine.grammar_worker import Vocabulary
+from limelight.runner.grammar import LONGEST_REST, Guide
 from limelight.runner.sampler import Sampler
 from limelight.types import Constraint, Reasoning, Request, SamplingParams
 
@@ -64,7 +66,7 @@ class Rows:
         for token_id in range(SIZE):
             self.sampler.admit(slot, rules.request, output)
             choice = self.step([slot], 3, liked=token_id)[0]
-            if choice.token_id == token_id and not choice.is_whole and choice.error is None:
+            if choice.token_id == token_id and choice.has_token:
                 found.add(token_id)
         self.sampler.admit(slot, rules.request, output)
         return found
@@ -79,7 +81,7 @@ def test_what_is_drawn_fits_at_any_temperature(compiler):
         rows = Rows(compiler)
         rows.admit(0, regex("(ab|ba){1,4}"), temperature=2.0)
         while EOS not in (output := rows.sampler.rules[0].output):
-            assert rows.step([0], len(output), seed=seed)[0].error is None
+            assert rows.step([0], len(output), seed=seed)[0].has_token
         assert re.fullmatch("(ab|ba){1,4}", text_of(output[:-1]))
 
 
@@ -91,7 +93,7 @@ def test_after_the_last_token_of_a_grammar_only_an_end_comes(compiler):
     assert rows.allowed(0) == {EOS, ID["}"]}
     # An overlapped step may come once more after it.
     rows.admit(0, regex("ab"), output=[ID["ab"], EOS])
-    assert rows.step([0], 3)[0].error is None
+    assert rows.step([0], 3)[0].has_token
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_where_no_end_may_come_the_answer_is_whole_without_one(compiler, params)
     rows.admit(0, regex("ab"), output=[ID["a"]], **params)
     assert not rows.step([0], 3, liked=ID["b"])[0].is_whole
     choice = rows.step([0], 4)[0]
-    assert choice.is_whole and choice.error is None
+    assert choice.is_whole and choice.refused is None
 
 
 def test_where_the_answer_may_go_on_it_does_so_instead_of_ending_too_early(compiler):
@@ -120,7 +122,7 @@ def test_bans_that_leave_nothing_before_the_end_are_an_error_of_that_row_alone(c
     rows.admit(0, regex("ab"), allowed_token_ids=[ID["1"]])
     rows.admit(1, regex("ab"))
     first, second = rows.step([0, 1], 3)
-    assert first.error == "no token is allowed here" and second.error is None
+    assert first.refused == "no token is allowed here" and second.has_token
 
 
 @pytest.mark.parametrize("before", range(4))
@@ -172,13 +174,81 @@ def test_a_budget_goes_before_every_other_rule(compiler):
     assert rows.allowed(0) == {END}
 
 
-def test_a_forced_end_that_the_constraint_forbids_ends_that_row_with_an_error(compiler):
+def test_a_forced_end_that_the_constraint_forbids_ends_that_row_alone(compiler):
     rows = Rows(compiler)
     spent = Reasoning(starts=[[THINK]], ends=[[END]], is_open=True, budget=0, forced_end=[END])
-    rows.admit(0, regex("ab"), reasoning=spent)
-    rows.admit(1, regex("ab"))
-    first, second = rows.step([0, 1], 3)
-    assert f"does not allow the token {END}" in first.error and second.error is None
+    rows.admit(0, regex("(ab){9}"), reasoning=spent)
+    rows.admit(1, regex("(ab){9}"))
+    while (choices := rows.step([0, 1], 3))[0].has_token:
+        assert len(rows.sampler.rules[0].output) <= LONGEST_REST
+    first, second = choices
+    assert f"does not allow the token {END}" in first.refused and second.has_token
+    assert first.error is None
+
+
+BYTES = [b"<eos>", b"</think>", b"a", *(bytes([b]) for b in b"\xf0\x9f\x98\x80\xc3\xa9")]
+EMOJI = [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("budget", range(9))
+def test_a_forced_end_waits_for_the_end_of_a_character(budget):
+    thought = regex("[^<]*")
+    end, rest = {"type": "const_string", "value": "</think>"}, regex("a")
+    tag = {
+        "type": "structural_tag",
+        "format": {"type": "sequence", "elements": [thought, end, rest]},
+    }
+    grammar = (
+        Vocabulary(BYTES, len(BYTES), [0]).compiler([]).compile_structural_tag(json.dumps(tag))
+    )
+    request = Request(
+        id="r", prompt_token_ids=[2], params=SamplingParams(), max_tokens=99, seed=0,
+        constraint=Constraint(tag=json.dumps(tag)),
+        reasoning=Reasoning(starts=[], ends=[[1]], is_open=True, budget=budget, forced_end=[1]),
+    )  # fmt: skip
+    guide, made = Guide(request, grammar, eos_token_ids=[0], output=[]), []
+    for token_id in [2, *EMOJI, 2, 7, 8, 2, 2]:
+        if guide.forced is None:
+            guide.accept(token_id)
+            made.append(token_id)
+    assert guide.forced == 1
+    Guide(request, grammar, eos_token_ids=[0], output=made)
+    b"".join(BYTES[token_id] for token_id in made).decode()  # whole characters
+    assert budget <= len(made) <= budget + LONGEST_REST
+    for token_id in (1, 2, 0):
+        assert guide.refused is None
+        guide.accept(token_id)
+    assert guide.has_ended and guide.refused is None
+
+
+def test_a_constraint_that_cannot_be_followed_ends_its_row_alone(compiler):
+    rows = Rows(compiler)
+    for slot in range(3):
+        rows.admit(slot, regex("(ab){9}"))
+    rows.sampler.rules[0].guide.accept(ID["}"])
+    # A matcher that has ended says nothing any more.
+    matcher = rows.sampler.rules[1].guide.matcher
+    assert all(matcher.accept_token(token_id) for token_id in [ID["ab"]] * 9 + [EOS])
+    choices = rows.step([0, 1, 2], 3)
+    assert all(choice.refused and choice.error is None for choice in choices[:2])
+    assert choices[2].has_token and TEXTS[choices[2].token_id] in ("a", "ab")
+
+
+@pytest.mark.parametrize("budget", [None, 0, 2])
+def test_a_second_thought_leaves_the_constraint_on(compiler, budget):
+    """Where the grammar lets one begin, it holds that as well, and so does the budget."""
+    again = [{"type": "token", "token": THINK}, regex("a*"), {"type": "token", "token": END}]
+    form = {"type": "sequence", "elements": [*again, regex("ba")]}
+    rows, reasoning = Rows(compiler), replace(OPEN, budget=budget, forced_end=[END])
+    before = [ID["b"]] * (budget or 0) + [END]
+    rows.admit(0, form, output=before, reasoning=reasoning, waits=True)
+    assert rows.allowed(0) == {THINK}
+    rows.admit(0, form, output=[*before, THINK], reasoning=reasoning, waits=True)
+    assert rows.allowed(0) == ({END} if budget == 0 else {ID["a"], END})
+    rows.admit(0, form, output=[*before, THINK, END], reasoning=reasoning, waits=True)
+    assert rows.allowed(0) == {ID["b"]}
+    rows.admit(0, regex("ba"), output=before, reasoning=reasoning, waits=True)
+    assert rows.allowed(0) == {ID["b"]}
 
 
 def test_a_row_without_a_constraint_does_not_notice_the_others(compiler):

@@ -184,13 +184,13 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only():
     for slot in range(3):
         one.admit(slot, ask(temperature=float(slot > 0)), [])
     choices = one.choose(logits, [0, 1, 2], [1] * 3)
-    assert [choice.error is None for choice in choices] == [True, False, True]
+    assert [choice.has_token for choice in choices] == [True, False, True]
 
 
 def test_nothing_left_to_choose_is_an_error():
     one = sampler()
     one.admit(0, ask(temperature=1.0, allowed_token_ids=[3], bad_words=[[3]]), [])
-    assert "no token" in one.choose(logits_of(1.0), [0], [1])[0].error
+    assert "no token" in one.choose(logits_of(1.0), [0], [1])[0].refused
 
 
 def test_a_slot_keeps_nothing_of_its_former_user():

@@ -324,6 +324,12 @@ def test_what_is_wrong_is_named(make_parsed, field, value):
     assert engine.requests == []
 
 
+def test_a_message_calls_a_field_as_the_body_does(make_parsed):
+    api, _, _ = make_parsed("Yes")
+    answer = ask(api, text={"format": {"type": "json_schema"}})
+    assert answer.json()["error"]["message"].startswith("text: json_schema must")
+
+
 def test_a_format_and_structured_outputs_exclude_each_other(make_parsed):
     api, _, _ = make_parsed("Yes")
     fields = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from server_fakes import FakeEngine, ids
+from server_fakes import FakeEngine, FakeForm, ids
 
 NAMES = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason",
@@ -95,3 +95,35 @@ def test_a_stop_text_counts_as_a_stop(make_api):
     api = make_api(FakeEngine(lambda request: ids("one two three")))
     api.complete(stop=["two"])
     assert value(api, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "fields"),
+    [
+        ("/v1/chat/completions", "chat_completions", {"n": 2, "temperature": 1}),
+        ("/v1/responses", "responses", {}),
+        ("/v1/messages", "other", {}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_each_choice_that_is_read_for_calls_counts_once(make_api, path, kind, fields, stream):
+    api = make_api(
+        FakeEngine(lambda request: ids("A(why)B[now]C")), form=FakeForm(), reasoning_parser="glm47",
+        tool_call_parser="glm47", enable_auto_tool_choice=True,
+    )  # fmt: skip
+    ask = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 60}
+    tool = {"type": "function", "name": "now"}
+    if kind != "responses":
+        tool = {"type": "function", "function": {"name": "now"}}
+    if kind == "other":
+        tool = {"name": "now", "input_schema": {"type": "object"}}
+    mode = "streaming" if stream else "non_streaming"
+    labels = {"mode": mode, "request_type": kind}
+    for limit in (60, 3):
+        limits = {"max_tokens": limit, "max_output_tokens": limit}
+        api.post(path, json=ask | limits | fields | {"tools": [tool], "stream": stream})
+    api.post(path, json=ask | {"stream": stream})
+    count = fields.get("n", 1)
+    name = "vllm:tool_call_parser_invocations_total"
+    assert value(api, name, **labels, outcome="tool_call") == count
+    assert value(api, name, **labels, outcome="no_tool_call") == count

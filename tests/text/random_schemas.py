@@ -36,19 +36,23 @@ leaves = st.one_of(
     integers, numbers, strings, listed, st.just({"type": "boolean"}), st.just({"type": "null"}),
     st.just({"type": ["integer", "null"], "maximum": 4}), st.just({"$ref": "#/$defs/leaf"}),
     scalars.map(lambda value: {"const": value}),
+    st.sampled_from([{}, {"type": "array"}, {"type": "object"}, {"type": "array", "items": {}}]),
 )  # fmt: skip
 
 
-def objects(values):
+def objects(values, others=()):
+    """Objects with properties; what `others` may be is one of these schemas, or false."""
+
     def build(parts):
-        properties, required, closed = parts
+        properties, required, further = parts
         schema = {"type": "object", "properties": properties, "required": sorted(required)}
-        return schema | ({"additionalProperties": False} if closed else {})
+        return schema | further
 
     properties = st.dictionaries(NAMES, values, min_size=1, max_size=3)
+    further = [{}, *({"additionalProperties": other} for other in (False, *others))]
     return properties.flatmap(
         lambda known: st.tuples(
-            st.just(known), st.sets(st.sampled_from(sorted(known))), st.booleans()
+            st.just(known), st.sets(st.sampled_from(sorted(known))), st.sampled_from(further)
         )
     ).map(build)
 
@@ -56,7 +60,7 @@ def objects(values):
 def grown(values):
     arrays = st.tuples(values, pair("minItems", "maxItems", st.integers(0, 3)))
     return st.one_of(
-        objects(values),
+        objects(values, others=(True, {"type": "boolean"})),
         arrays.map(lambda two: {"type": "array", "items": two[0], **two[1]}),
         st.lists(values, min_size=1, max_size=2).map(
             lambda items: {"type": "array", "prefixItems": items, "items": False}

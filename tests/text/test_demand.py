@@ -100,7 +100,8 @@ BAD_FORMATS = [
 ]  # fmt: skip
 BAD_OUTPUTS = [
     {}, [], "x", {"json": None}, {"json": SCHEMA, "regex": "a"}, {"json": "{"},
-    {"json": "[" * 100_000},
+    {"json": "[" * 100_000}, {"json": '{"enum": ["\\ud800"]}'}, {"json": '{"enum": [1e999, 1]}'},
+    {"json": '{"default": NaN}'},
     {"json": 3}, {"json_object": 3}, {"regex": ""}, {"regex": 3}, {"regex": "(?=a)"},
     {"regex": "(a"},
     {"regex": "a{1,100000}"}, {"regex": "x" * 20_000}, {"choice": []}, {"choice": [""]},

@@ -192,6 +192,13 @@ VALUES = [
     ({"type": "array", "items": {"maxLength": 1, "type": "string"}}, ['["a"]'], ['["ab"]']),
     ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
      ['{"a": 1}'], ["{}", '{"a": "x"}', '{"a": 1, "b": 2}']),
+    ({"type": "array"}, ["[1.5, {}]", "[[null]]"], ["[16E60008]", "[[1E400]]", f"[{'9' * 5000}]"]),
+    ({"type": "object"}, ['{"a": {"b": 2}}'], ['{"a": 1E400}', '{"a": {"b": 1E400}}']),
+    ({"type": "array", "items": {"type": "number", "minimum": 0}}, ["[1.5]"], [f"[{'9' * 400}.5]"]),
+    ({"type": "array", "items": {"type": "integer"}}, ["[-12]"], [f"[{'9' * 5000}]"]),
+    ({"type": "integer", "minimum": 0}, ["12"], ["9" * 5000]),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+     ['{"a": 1, "b": "x"}'], ['{"\\u0061": "x"}', '{"b": 1E400}', '{"b<": 1}']),
     ({"allOf": [{"type": "integer"}]}, ["1"], ["x"]),
     ({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "null"}}]},
      ["1", "[null]"], ["[1]", "x"]),
@@ -304,3 +311,15 @@ def test_no_value_has_the_token_of_a_mark(tokenizer, schema):
 def test_a_text_may_hold_all_but_the_end_of_its_value(tokenizer, text):
     assert forced(tokenizer, {"type": "string"}, text)
     assert not forced(tokenizer, {"type": "string"}, f"{text}</arg_value>x")
+
+
+def test_the_key_of_a_further_argument_has_no_tag_and_is_none_of_the_others(tokenizer):
+    parameters = {
+        "type": "object",
+        "properties": {"a<b": {"type": "integer"}, "a": {"type": "integer"}},
+        "additionalProperties": {"type": "boolean"},
+    }
+    tools = [{"name": "f", "parameters": parameters}]
+    for key, fits in {"ab": True, "a": False, "a<b": False, "a</arg_key>": False}.items():
+        answer = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>true</arg_value></tool_call>"
+        assert takes(tokenizer, answer, choice="required", tools=tools) == fits

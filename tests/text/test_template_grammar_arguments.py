@@ -72,6 +72,13 @@ POINTS = {"type": "array", "items": {"$ref": "#/$defs/point"}, "minItems": 1}
      ['["abc"]', '["<|call|>"]', '["<rfl:parameter name="]']),
     ({"type": "array", "items": {"type": "string"}}, {'["<b>x</b>"]': ["<b>x</b>"]},
      ['["<|call|>"]', '["<rfl:parameter name="]']),
+    ({"type": "array"}, {'[1.5,{"a":[]}]': [1.5, {"a": []}]}, ["[16E60008]", '[{"a":1E400}]']),
+    ({"type": "array", "items": {"type": "integer", "minimum": 0}}, {"[7]": [7]},
+     [f"[{'9' * 5000}]"]),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+     {'{"a":1,"b":"x"}': {"a": 1, "b": "x"}},
+     ['{"\\u0061":"x"}', '{"b":1E400}', '{"<|call|>":1}', '{"a<":1}']),
+    ({"enum": [[True], [1]]}, {"[true]": [True], "[1]": [1]}, ["[false]"]),
     ({"type": "array", "items": {"type": "string", "pattern": ".*"}}, {'["x"]': ["x"]},
      ['["<|call|>"]', '["<rfl:parameter name="]', "[  \n1]"]),
 ])  # fmt: skip
@@ -182,6 +189,23 @@ def test_a_body_of_json_is_the_arguments():
     assert allows(grammar, whole) and allows(grammar, THOUGHT + call("now", "{}"))
     assert read("body", whole, tools=[function])[2] == [("f", {"v": 1})]
     assert not allows(grammar, THOUGHT + call("f", '{"v": "x"}'))
+
+
+@pytest.mark.parametrize("parameters", [{}, {"title": "t"}, {"type": ["object", "null"]}])
+def test_a_body_of_json_is_never_another_value(parameters):
+    grammar = made("body", tools=[{"name": "f", "parameters": parameters}])
+    assert allows(grammar, THOUGHT + call("f", "{}"))
+    assert not any(allows(grammar, THOUGHT + call("f", text)) for text in ("3", "null", "[]", '""'))
+
+
+@pytest.mark.parametrize("name, text", [("values", argument("v", "{}")), ("body", '{{"v": {}}}')])
+def test_numbers_in_json_are_never_infinite(name, text):
+    for schema in ({}, {"type": "number"}, {"type": "number", "minimum": 0}, {"type": "array"}):
+        grammar = made(name, tools=[tool("f", {"v": schema}, ["v"])], choice="required")
+        for value, right in (("[1.5]", True), ("1.5", True), ("[1E400]", False), ("1E400", False)):
+            fits = right and (not schema or value.startswith("[") == (schema["type"] == "array"))
+            whole = THOUGHT + call("f", text.format(value))
+            assert allows(grammar, whole) == fits, (schema, value)
 
 
 def test_blanks_do_not_count_where_values_are_stripped():
