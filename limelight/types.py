@@ -47,10 +47,7 @@ MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must be, by one of these; names as vLLM's.
-
-    `json` is a schema, as an object or as its text, and `json_object` any object at all.
-    """
+    """What an answer must be, by one of these, named as vLLM's: `json` is a schema or its text."""
 
     json: str | dict[str, object] | None = None
     regex: str | None = None

@@ -574,9 +574,8 @@ def grouped_moe(
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
         weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        if each <= MOST_EACH and fits(weights[1]):
-            sorted_B = _sort(ids_TN, experts, 8) if ids_TN.numel() > MOST_PAIRS else (None, None)
-            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, sorted_B, fp32)
+        if each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and fits(weights[1]):
+            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
         else:
             tile = _fitted(by_size(FP4_TILES, each), y_TD)
             blocks = _sort(ids_TN, experts, tile["BLOCK_M"])

@@ -32,7 +32,7 @@ def _block_of(ids, pair, pairs, BLOCK_P: tl.constexpr):
 @triton.jit
 def _grouped_few_kernel(
     x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
-    ids, block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
+    ids, out, shared_out, rows, stride_x, stride_shared,
     N: tl.constexpr, K: tl.constexpr, SHARED_N: tl.constexpr, SHARED_K: tl.constexpr,
     COUNT: tl.constexpr, EACH: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
@@ -40,7 +40,7 @@ def _grouped_few_kernel(
 ):  # fmt: skip
     """A block of up to 8 rows by BLOCK_N rows of the weight; EACH rows of `out` share one of x.
 
-    Without `blocks` every program looks through the COUNT `ids` of all rows for its own.
+    Every program looks through the COUNT `ids` of all rows for those of its block.
     """
     KINDS: tl.constexpr = 2 if GATED else 1
     SHARED_TILES: tl.constexpr = (KINDS * SHARED_N + BLOCK_N - 1) // BLOCK_N
@@ -72,14 +72,9 @@ def _grouped_few_kernel(
         program -= shared_programs
         if PDL:
             tl.extra.cuda.gdc_wait()
-        if blocks is None:
-            pair_M, valid = _block_of(ids, program // TILES, rows * COUNT, BLOCK_P)
-            expert = tl.load(ids + program // TILES)
-        else:
-            block = tl.load(blocks + program // TILES)
-            expert, valid = block // 256, block % 256
-            pair_M = tl.load(block_rows + program // TILES * 8 + m, m < valid, other=0)
+        pair_M, valid = _block_of(ids, program // TILES, rows * COUNT, BLOCK_P)
         if valid > 0:
+            expert = tl.load(ids + program // TILES)
             e, first = expert.to(tl.int64) * (KINDS * N), program % TILES * BLOCK_N
             tiles, pairs = held(
                 words + e * (K // 8), scales + e * (K // 32), first, N, K, GATED, BLOCK_N, WARPS,
@@ -91,21 +86,15 @@ def _grouped_few_kernel(
             finish(sum_NM, factors + e, first, out_M, m < valid, N, GATED, FP32)
 
 
-# Up to so many pairs of an expert on average, and so many that programs look through.
+# Up to so many pairs of an expert on average, and so many in all, for each program looks through
+# them: of more pairs sorting costs less.
 MOST_EACH, MOST_PAIRS = 2, 64
 Tile = dict[str, int]
-# Rows of the weight a program; by the most pairs, then by the most columns.
-TILES: dict[int, dict[int, Tile]] = {
-    MOST_PAIRS: {
-        1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
-        2048: {"BLOCK_N": 16, "num_warps": 4, "maxnreg": 128},
-        2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
-    },
-    2**31: {
-        1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
-        2048: {"BLOCK_N": 32, "num_warps": 4, "maxnreg": 168},
-        2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
-    },
+# Rows of the weight a program, by the most columns.
+TILES: dict[int, Tile] = {
+    1024: {"BLOCK_N": 32, "num_warps": 2, "maxnreg": 128},
+    2048: {"BLOCK_N": 16, "num_warps": 4, "maxnreg": 128},
+    2**31: {"BLOCK_N": 16, "num_warps": 8, "maxnreg": 128},
 }
 
 
@@ -123,31 +112,26 @@ def few_each(
     gate_up: tuple[FP4, FP4 | None],
     down: tuple[FP4, FP4 | None],
     ids_TN: torch.Tensor,
-    blocks: tuple[torch.Tensor | None, torch.Tensor | None],
     fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each pair's output and the shared expert's.
-
-    `blocks` of 8 are sorted pairs, and not needed of up to MOST_PAIRS.
-    """
+    """Each pair's output and the shared expert's."""
     (rows, size), count, width = y_TD.shape, ids_TN.shape[1], down[0].shape[-1]
     shared = 0 if down[1] is None else down[1].shape[-1]
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    most = rows * count if blocks[1] is None else len(blocks[1])
-    options = {"COUNT": count, "FP32": fp32, **pdl(y_TD)}
-    options["BLOCK_P"] = 1 if blocks[1] is not None else triton.next_power_of_2(most)
+    pairs = rows * count
+    options = {"COUNT": count, "FP32": fp32, "BLOCK_P": triton.next_power_of_2(pairs), **pdl(y_TD)}
 
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
-        tile = by_size(by_size(TILES, rows * count), max(sizes["K"], sizes["SHARED_K"]))
+        tile = by_size(TILES, max(sizes["K"], sizes["SHARED_K"]))
         warps, kinds = tile["num_warps"], 2 if sizes["GATED"] else 1
         tiles, shared_tiles = (
             triton.cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N")
         )
         ways, shared_ways = (along(sizes[k], tile["BLOCK_N"], warps) for k in ("K", "SHARED_K"))
-        _grouped_few_kernel[(most * tiles + triton.cdiv(rows, 8) * shared_tiles,)](
-            x, shared_x, *_parts(weights[0]), *_parts(weights[1]), ids_TN, *blocks, out, shared_out,
+        _grouped_few_kernel[(pairs * tiles + triton.cdiv(rows, 8) * shared_tiles,)](
+            x, shared_x, *_parts(weights[0]), *_parts(weights[1]), ids_TN, out, shared_out,
             rows, x.stride(0), shared_x.stride(0), WARPS=warps, ALONG=ways,
             SHARED_ALONG=shared_ways, **sizes, **options, **tile,
         )  # fmt: skip

@@ -223,11 +223,10 @@ def test_every_tile_gives_the_same(tile, place, monkeypatch):
 
 
 @places
-@pytest.mark.parametrize("most_pairs", [0, 2**31], ids=["sorted", "looked through"])
-@pytest.mark.parametrize("tile", grouped_few.TILES[2**31].values(), ids=lambda tile: str(tile))
-def test_blocks_of_eight_hold_all_pairs_of_an_expert(tile, most_pairs, place, monkeypatch):
-    monkeypatch.setattr("limelight.ops.grouped_few.TILES", {2**31: {2**31: tile}})
-    monkeypatch.setattr("limelight.ops.grouped.MOST_PAIRS", most_pairs)
+@pytest.mark.parametrize("tile", grouped_few.TILES.values(), ids=lambda tile: str(tile))
+def test_blocks_of_eight_hold_all_pairs_of_an_expert(tile, place, monkeypatch):
+    monkeypatch.setattr("limelight.ops.grouped_few.TILES", {2**31: tile})
+    monkeypatch.setattr("limelight.ops.grouped.MOST_PAIRS", 2**31)
     monkeypatch.setattr("limelight.ops.grouped.MOST_EACH", 2**31)
     # 9 and more pairs of each expert, so that some blocks are full and some are not.
     case = (37, 96, 3, 2, 64, 32, True, 1.0)
