@@ -24,6 +24,9 @@ class Screen:
         self.process, self.terminal, self.shown = process, terminal, ""
 
     def type(self, keys):
+        if self.shown.endswith("> "):
+            # A prompt is shown a moment before a signal interrupts what waits behind it.
+            time.sleep(0.5)
         self.shown = ""
         os.write(self.terminal, keys.encode())
 
