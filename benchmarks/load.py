@@ -1,6 +1,6 @@
 """How fast a checkpoint in the page cache loads, and how much memory of the host that takes:
 
-    python benchmarks/load.py benchmarks/configs/flint-nvfp4 /tmp/flint.gguf --json load.json
+    python benchmarks/load.py benchmarks/configs/flint-nvfp4 flint.gguf --json load.json
 
 `load_s` is the weights alone, `ready_s` a whole engine with its kernels and graphs, both in a fresh
 process; `anon_gb` is the most memory of its own (RssAnon) that this process had until then.

@@ -1,6 +1,6 @@
 """A Flint of random NVFP4 weights, written as fast as the disk takes it:
 
-    python benchmarks/random_gguf.py benchmarks/configs/flint-nvfp4 /tmp/flint.gguf
+    python benchmarks/random_gguf.py benchmarks/configs/flint-nvfp4 flint.gguf
 
 Bytes come from pools that are made once, each tensor's from where the one before it stopped.
 """

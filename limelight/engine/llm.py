@@ -21,7 +21,8 @@ from limelight.text.answer_form import (
     plain_constraint,
     usual_format,
 )
-from limelight.text.demand import Demand, Format, answer_format
+from limelight.text.demand import Demand, answer_format
+from limelight.text.formats import Format
 from limelight.text.messages import Message, plain_messages
 from limelight.text.parsers import ToolCall, message_of, whole_calls
 from limelight.text.template import ChatTemplate

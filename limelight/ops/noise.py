@@ -6,6 +6,8 @@ So a number depends on no slot, step or batch, and no two uses of one position s
 draft, its acceptance and the token drawn in its place are independent.
 """
 
+from functools import lru_cache
+
 import torch
 
 # What a number is for. A position is drafted again by every pass that starts before it, so the
@@ -20,11 +22,9 @@ def _signed(constant: int) -> int:
     return constant - (1 << BITS) if constant >> (BITS - 1) else constant
 
 
-SEED = _signed(0x9E3779B97F4A7C15)
-POSITION = _signed(0xD1B54A32D192ED03)
-STREAM = 0x8CB92BA72F3D8DD7
-FIRST = _signed(0xBF58476D1CE4E5B9)
-SECOND = _signed(0x94D049BB133111EB)
+SEED, POSITION, STREAM = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+# SplitMix64's (Steele, Lea and Flood, 2014), whose step is SEED.
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _shifted(x_X: torch.Tensor, bits: int) -> torch.Tensor:
@@ -37,10 +37,24 @@ def uniform(seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int) -> t
 
     Those of PLAIN are the ones that tokens are drawn with where nothing is drafted.
     """
-    x_X = seed_X * SEED + (position_X + 1) * POSITION + _signed(stream * STREAM)
+    x_X = seed_X * _signed(SEED) + (position_X + 1) * _signed(POSITION) + _signed(stream * STREAM)
     for _ in range(2):
-        x_X = x_X + SEED
-        x_X = (x_X ^ _shifted(x_X, 30)) * FIRST
-        x_X = (x_X ^ _shifted(x_X, 27)) * SECOND
+        x_X = x_X + _signed(SEED)
+        x_X = (x_X ^ _shifted(x_X, 30)) * _signed(FIRST)
+        x_X = (x_X ^ _shifted(x_X, 27)) * _signed(SECOND)
         x_X = x_X ^ _shifted(x_X, 31)
     return _shifted(x_X, 11).double() / (1 << 53)
+
+
+# Where the host chooses, a step asks twice for each of its numbers.
+@lru_cache(maxsize=1024)
+def plain_uniform(seed: int, position: int) -> float:
+    """One number of PLAIN, on the host."""
+    mask = (1 << BITS) - 1
+    x = (seed * SEED + (position + 1) * POSITION) & mask
+    for _ in range(2):
+        x = (x + SEED) & mask
+        x = ((x ^ (x >> 30)) * FIRST) & mask
+        x = ((x ^ (x >> 27)) * SECOND) & mask
+        x ^= x >> 31
+    return (x >> 11) / (1 << 53)

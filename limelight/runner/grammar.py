@@ -5,6 +5,7 @@ tokens and tells which may come next. After the last token of the grammar only o
 answer may come; where none may, the answer is whole without one.
 """
 
+import copy
 import os
 import time
 from typing import TYPE_CHECKING
@@ -109,6 +110,13 @@ class Guide:
         if self._stops and self.is_whole:
             for token_id in self._stops:
                 mask_V[token_id // 8] |= np.uint8(1 << token_id % 8)
+
+    def fork(self) -> "Guide":
+        """One that goes on by itself from here, for drafts that may have to be taken back."""
+        other = copy.copy(self)
+        other.matcher = None if self.matcher is None else self.matcher.fork()
+        other.thoughts = copy.copy(self.thoughts)
+        return other
 
     def accept(self, token_id: int) -> None:
         """Go on by a token; what comes behind the end is no part of the answer."""

@@ -11,12 +11,13 @@ import torch
 from limelight.cache.storage import KVStorage
 from limelight.models.batch import Batch, Paged
 from limelight.models.loader import Model
+from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES, PagedLayout
 from limelight.ops.sample import sample
 from limelight.progress import Progress
 from limelight.runner.graphs import DecodeGraphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors
-from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs, uniform
+from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs
 from limelight.types import (
     Admission,
     DeviceLost,
@@ -261,7 +262,7 @@ class ModelRunner:
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         _fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
         numbers = [
-            0.0 if rule.greedy else uniform(rule.request.seed, grant.start + grant.num_tokens)
+            0.0 if rule.greedy else plain_uniform(rule.request.seed, grant.start + grant.num_tokens)
             for rule, grant in zip(rules, sampling, strict=True)
         ]
         _fill(to["uniform_R"], numbers, 0.0)

@@ -7,12 +7,12 @@ preemption.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from limelight.ops.noise import plain_uniform
 from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
 from limelight.runner.grammar import Guide, Masks
 from limelight.types import Request, SamplingParams, TokenLogprobs
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     import xgrammar
 
 NO_GRAMMARS: "Mapping[str, xgrammar.CompiledGrammar]" = MappingProxyType({})
-MASK64 = (1 << 64) - 1
-
-
-# Where the host chooses, a step asks twice for each of its numbers.
-@lru_cache(maxsize=1024)
-def uniform(seed: int, position: int) -> float:
-    """A number of [0, 1) for one token: SplitMix64 (Steele, Lea and Flood, 2014) of both."""
-    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & MASK64
-    for _ in range(2):
-        x = (x + 0x9E3779B97F4A7C15) & MASK64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-        x ^= x >> 31
-    return (x >> 11) / (1 << 53)
 
 
 @dataclass(slots=True)
@@ -217,7 +203,7 @@ class Sampler:
         processed_RV = self._processed(logits_RV, rules)
         temperature_R = self._numbers([rule.request.params.temperature for rule in rules])
         numbers = [
-            0.0 if rule.greedy else uniform(rule.request.seed, position)
+            0.0 if rule.greedy else plain_uniform(rule.request.seed, position)
             for rule, position in zip(rules, positions, strict=True)
         ]
         chosen = sample(processed_RV, temperature_R, self._numbers(numbers))

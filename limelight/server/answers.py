@@ -18,7 +18,6 @@ from limelight.server.logprobs import (
 from limelight.server.messages import Conversation
 from limelight.server.openai import Question
 from limelight.server.prompts import Prompt
-from limelight.server.tools import FORCED
 from limelight.text.parsers import CallPiece, whole_calls
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import TokenLogprobs
@@ -320,7 +319,7 @@ class Answer:
 
     def _message(self, piece: Piece) -> dict[str, object]:
         calls = told_calls(piece.calls)
-        is_forced = self.question.demand.choice in FORCED
+        is_forced = self.question.demand.is_forced
         says_else = bool(calls) and not is_forced or bool(piece.reasoning) and not calls
         message: dict[str, object] = {
             "role": "assistant",

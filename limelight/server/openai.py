@@ -24,7 +24,6 @@ from limelight.server.bodies import (
 )
 from limelight.server.http import Refused, clean_request_id
 from limelight.server.messages import Conversation, ConversationFields, read_conversation
-from limelight.server.tools import FORCED
 from limelight.text.demand import Demand
 from limelight.types import RequestError, SamplingParams
 
@@ -78,7 +77,7 @@ class Question:
     @property
     def demanded_by(self) -> str | None:
         """The field that holds the answer to a form."""
-        if self.demand.choice in FORCED:
+        if self.demand.is_forced:
             return "tool_choice"
         for name in ("structured_outputs", "response_format"):
             if getattr(self.shared, name) not in (None, {"type": "text"}):

@@ -8,7 +8,6 @@ from limelight.config import ServerConfig
 from limelight.server.messages import Conversation
 from limelight.server.openai import Question
 from limelight.server.prompts import Prompt
-from limelight.server.tools import FORCED
 from limelight.text.answer_form import AnswerForm, Asked, Handling, find_form, plain_constraint
 from limelight.text.demand import Demand, answer_format
 from limelight.text.template import ChatTemplate
@@ -50,7 +49,8 @@ class Handler:
     def __init__(self, form: AnswerForm | None, tokenizer: Tokenizer | None, config: ServerConfig):
         self.form = form
         self.tokenizer = tokenizer
-        self.compact = (config.structured_outputs_config or {}).get("disable_any_whitespace")
+        given = config.structured_outputs_config or {}
+        self.compact = bool(given.get("disable_any_whitespace"))
         self.marks = _Marks.of(config, tokenizer)
         if form is not None and self.marks is not None:
             self.marks.check(form.reasoning(Asked(token_ids=[], text="")))
@@ -58,13 +58,12 @@ class Handler:
     def demand(self, question: Question) -> Demand:
         """All that a question demands; to read a large schema takes time."""
         fields = question.shared
-        content = answer_format(fields.response_format, fields.structured_outputs)
-        if content is not None and question.demand.choice in FORCED:
+        content = answer_format(
+            fields.response_format, fields.structured_outputs, compact=self.compact
+        )
+        if content is not None and question.demand.is_forced:
             logger.warning("%s: a format is ignored where a call is forced", question.id)
             content = None
-        if content is not None and content["type"] == "json_schema" and self.compact:
-            # One blank is the least that can be asked for.
-            content = {**content, "max_whitespace_cnt": 1}
         return replace(question.demand, content=content)
 
     def handle(self, question: Question, demand: Demand, prompt: Prompt) -> Handling:
@@ -93,7 +92,7 @@ class Handler:
         else:
             parser = None
             constraint = self._plain(demand, reasoning, question.demanded_by)
-        if constraint is None and demand.choice in FORCED:
+        if constraint is None and demand.is_forced:
             raise RequestError(
                 "this server cannot guarantee that a tool is called", param="tool_choice"
             )

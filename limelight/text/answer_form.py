@@ -1,12 +1,11 @@
 """The form that a model's answers have: found at the start, it makes the parser of each answer."""
 
-import json
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from limelight.text.demand import Demand, has_lengths, not_in_json
+from limelight.text.demand import Demand, constraint_of
 from limelight.text.glm47 import Glm47Parser
 from limelight.text.glm_grammar import glm_constraint, glm_reasoning
 from limelight.text.parsers import AnswerParser
@@ -159,17 +158,15 @@ class TemplateForm:
     def constraint(
         self, asked: Asked, demand: Demand, *, budget: int | None = None
     ) -> Constraint | None:
-        made = template_constraint(
+        return template_constraint(
             self.template,
             demand,
+            self.tokenizer,
             prompt=self.prompt(asked),
             always=self.always,
             reasons=True,
             budget=budget,
         )
-        if made is None or not has_lengths(json.loads(made.tag)):
-            return made
-        return replace(made, marks=list(not_in_json(self.tokenizer)))
 
     def reasoning(self, asked: Asked, *, budget: int | None = None) -> Reasoning | None:
         return template_reasoning(
@@ -236,10 +233,5 @@ def plain_constraint(
     if not demand.has_own_tag:
         starts = [] if reasoning is None else reasoning.starts
         marks = {*tokenizer.special_ids, *(mark[0] for mark in starts if len(mark) == 1)}
-    if has_lengths(content):
-        marks |= set(not_in_json(tokenizer))
-    return Constraint(
-        tag=json.dumps({"type": "structural_tag", "format": content}),
-        after_reasoning=reasoning is not None and reasoning.is_open,
-        marks=sorted(marks),
-    )
+    waits = reasoning is not None and reasoning.is_open
+    return constraint_of(content, tokenizer, after_reasoning=waits, marks=marks)

@@ -1,17 +1,17 @@
 """What a request demands of the form of its answer, before any model's own format is known."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
 
-from limelight.text.formats import Format as Format
-from limelight.text.formats import json_value, one_of, pattern
+from limelight.text.formats import Format, json_value, one_of, pattern
 from limelight.text.json_schema import children, prepared
 from limelight.text.regex import rewritten
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import RequestError
+from limelight.types import Constraint, RequestError
 
 MAX_CHOICES = 10_000
 MAX_GRAMMAR = 100_000  # characters
@@ -44,12 +44,33 @@ class Demand:
     thinking: bool | None = None
 
     @property
+    def is_forced(self) -> bool:
+        """Whether a call there must be."""
+        return self.choice in ("required", "named")
+
+    @property
     def has_own_tag(self) -> bool:
         """Whether the content is a structural tag that the request brings.
 
         It may speak of the marks of the model's own format.
         """
         return self.content is not None and self.content["type"] == "sequence"
+
+
+def constraint_of(
+    format: Format,
+    tokenizer: Tokenizer,
+    *,
+    after_reasoning: bool = False,
+    marks: Iterable[int] = (),
+) -> Constraint:
+    """The constraint to a format; the tokens `marks` are no text of it."""
+    never = not_in_json(tokenizer) if has_lengths(format) else ()
+    return Constraint(
+        tag=json.dumps({"type": "structural_tag", "format": format}, ensure_ascii=False),
+        after_reasoning=after_reasoning,
+        marks=sorted({*marks, *never}),
+    )
 
 
 @lru_cache(maxsize=4)
@@ -69,17 +90,26 @@ def has_lengths(format: Format) -> bool:
     return any(f'"{name}"' in json.dumps(format) for name in ("minLength", "maxLength"))
 
 
-def answer_format(response_format: object, structured_outputs: object) -> Format | None:
+def answer_format(
+    response_format: object, structured_outputs: object, *, compact: bool = False
+) -> Format | None:
     """What the two fields of a request ask of the content; `RequestError` names the wrong one.
 
-    A structural tag becomes a sequence; nothing else is one.
+    A structural tag becomes a sequence; nothing else is one. `compact`: JSON without blanks.
     """
     asked = _response_format(response_format)
-    if structured_outputs is None:
-        return asked
-    if asked is not None:
-        raise _wrong("structured_outputs", "it cannot be given beside response_format")
-    return _structured_outputs(structured_outputs)
+    if structured_outputs is not None:
+        if asked is not None:
+            raise _wrong("structured_outputs", "it cannot be given beside response_format")
+        asked = _structured_outputs(structured_outputs)
+    if compact and asked is not None and asked["type"] == "json_schema":
+        asked = _compact(asked)
+    return asked
+
+
+def _compact(format: Format) -> Format:
+    """One blank between two tokens is the least that xgrammar can be told to allow."""
+    return {**format, "max_whitespace_cnt": 1}
 
 
 def _wrong(param: str, fault: str) -> RequestError:
@@ -132,8 +162,7 @@ def _structured_outputs(given: object) -> Format:
     if "disable_any_whitespace" in asked:
         if made["type"] != "json_schema":
             raise _wrong(param, "disable_any_whitespace is for json and json_object")
-        # One blank between two tokens is the least that xgrammar can be told to allow.
-        made = {**made, "max_whitespace_cnt": 1}
+        made = _compact(made)
     return made
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from limelight.text.demand import Format
-from limelight.text.formats import either, free_text, literal, pattern, sequence
+from limelight.text.formats import Format, either, free_text, literal, pattern, sequence
 from limelight.text.regex import ALL, BLANKS, class_of, subtracted
 from limelight.text.spelling import Untold, but, escaped
 

@@ -7,12 +7,12 @@ arguments are those of the schema: in any order and number, each valid by itself
 strict, as the schema orders and requires them.
 """
 
-import json
 from dataclasses import dataclass
 
-from limelight.text.demand import Demand, Format, has_lengths, not_in_json
+from limelight.text.demand import Demand, constraint_of
 from limelight.text.fence import STRIPPED
 from limelight.text.formats import (
+    Format,
     any_number,
     either,
     free_text,
@@ -92,21 +92,20 @@ def glm_constraint(
     constraint waits for its end. `RequestError` for tools that cannot be called in this format.
     """
     marks = Marks.of(tokenizer)
-    forced = demand.choice in ("required", "named")
     waits = open and reasons
-    if demand.has_own_tag and not forced:
+    if demand.has_own_tag and not demand.is_forced:
         assert demand.content is not None
-        return _constraint(demand.content, waits=waits, marks=[])
+        return constraint_of(demand.content, tokenizer, after_reasoning=waits)
     thinks = open and not reasons
     if demand.tools and demand.choice != "none":
         calls = [_call(tool, marks, marks.texts(tokenizer)) for tool in demand.tools]
-        if forced:
+        if demand.is_forced:
             format = _several(calls, demand.parallel and demand.choice == "required")
         elif demand.content is not None:
             format = either([demand.content, _several(calls, demand.parallel)])
         else:
             format = _text_and_calls(calls, demand.parallel, marks, tokenizer, thinks=thinks)
-    elif forced:
+    elif demand.is_forced:
         raise RequestError("there is no tool that could be called", param="tool_choice")
     elif demand.content is not None:
         format = demand.content
@@ -114,13 +113,7 @@ def glm_constraint(
         format = _text(marks, tokenizer, thinks=thinks)
     else:
         return None
-    never = not_in_json(tokenizer) if has_lengths(format) else ()
-    return _constraint(format, waits=waits, marks=sorted({*marks.all, *never}))
-
-
-def _constraint(format: Format, *, waits: bool, marks: list[int]) -> Constraint:
-    tag = json.dumps({"type": "structural_tag", "format": format})
-    return Constraint(tag=tag, after_reasoning=waits, marks=marks)
+    return constraint_of(format, tokenizer, after_reasoning=waits, marks=marks.all)
 
 
 def _several(calls: list[Format], parallel: bool) -> Format:

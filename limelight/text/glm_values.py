@@ -8,8 +8,16 @@ valid value of.
 import json
 from collections.abc import Iterable
 
-from limelight.text.demand import Format
-from limelight.text.formats import either, free_text, json_value, literal, one_of, pattern, sequence
+from limelight.text.formats import (
+    Format,
+    either,
+    free_text,
+    json_value,
+    literal,
+    one_of,
+    pattern,
+    sequence,
+)
 from limelight.text.glm47 import VALUE_END
 from limelight.text.glm_casting import Argument
 from limelight.text.regex import ALL, class_of

@@ -4,8 +4,16 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from limelight.text.casting import cast_arguments
-from limelight.text.demand import Format
-from limelight.text.formats import any_number, either, literal, one_of, optional, pattern, sequence
+from limelight.text.formats import (
+    Format,
+    any_number,
+    either,
+    literal,
+    one_of,
+    optional,
+    pattern,
+    sequence,
+)
 from limelight.text.json_schema import prepared
 from limelight.text.regex import ALL, rewritten, subtracted
 from limelight.text.schema import Schema, finite
@@ -38,17 +46,6 @@ def call_of(tool: dict[str, object], calls: Calls) -> Format:
         raise RequestError(f"tool {name[:100]!r}: {error}", param=PARAM) from error
     except Untold as error:
         raise RequestError(f"tool {name[:100]!r}: {error}", param=PARAM) from error
-
-
-def other_call(names: list[str], calls: Calls) -> Format | None:
-    """A call of any other tool, with any arguments; None where its name cannot be told."""
-    if calls.name is None:
-        return None
-    allowed = but(calls.name, {text[0] for _, text in calls.opens if text})
-    begin = [sequence(literal(before), pattern(other_names(names, allowed)), literal(after))
-             for before, after in calls.opens]  # fmt: skip
-    anything: dict[str, object] = {"name": "", "parameters": {"type": "object"}}
-    return sequence(either(begin), Arguments(anything, calls, strict=False).format())
 
 
 class Arguments:

@@ -4,15 +4,22 @@ What it allows, the template's parser reads as what was demanded. Not held is wh
 says of schemas, and of a regex or grammar for content that it spells no mark that ends content.
 """
 
-import json
 import logging
 from typing import NoReturn
 
-from limelight.text.demand import Demand, Format
+from limelight.text.demand import Demand, constraint_of
 from limelight.text.fence import Fence
-from limelight.text.formats import any_number, either, free_text, one_of, optional, sequence
+from limelight.text.formats import (
+    Format,
+    any_number,
+    either,
+    free_text,
+    one_of,
+    optional,
+    sequence,
+)
 from limelight.text.response_template import ResponseTemplate
-from limelight.text.template_arguments import call_of, other_call
+from limelight.text.template_arguments import call_of
 from limelight.text.template_parser import TemplateParser
 from limelight.text.template_spelling import Calls, Region, TemplateSpelling, spelling_of
 from limelight.text.template_values import fenced_json
@@ -21,32 +28,28 @@ from limelight.types import Constraint, Reasoning, RequestError
 
 log = logging.getLogger(__name__)
 
-FORCED = ("required", "named")
-
 
 def template_constraint(
     template: ResponseTemplate,
     demand: Demand,
+    tokenizer: Tokenizer,
     *,
     prompt: str,
     always: bool,
     reasons: bool,
     budget: int | None = None,
-    unlisted: bool = False,
 ) -> Constraint | None:
     """What an answer to `prompt` may be; None where anything is right or nothing can be told.
 
     `always`: answers of which nothing is demanded have a grammar too. `reasons`: reasoning is told
-    apart. With a `budget` reasoning may be empty, as what ends it may come first. `unlisted`: where
-    no call is asked for, tools that were not listed may be called too.
+    apart. With a `budget` reasoning may be empty, as what ends it may come first.
     """
     strict = demand.choice == "auto" and any(tool.get("strict") is True for tool in demand.tools)
-    forced = demand.choice in FORCED
-    if not (always or strict or forced or demand.content or demand.choice == "none"):
+    if not (always or strict or demand.is_forced or demand.content or demand.choice == "none"):
         return None
-    if forced and demand.content is not None:
+    if demand.is_forced and demand.content is not None:
         log.warning("the format of the answer is ignored, as a call of a tool is asked for")
-    grammar = _Grammar(spelling_of(template), demand, budget is not None, unlisted)
+    grammar = _Grammar(spelling_of(template), demand, tokenizer, may_be_empty=budget is not None)
     after = open_field(template, prompt)
     if after == "thinking" and not reasons:
         return grammar.unread("reasoning, which no reasoning parser ends")
@@ -125,18 +128,23 @@ class _Grammar:
     """The parts of one answer put together."""
 
     def __init__(
-        self, spelling: TemplateSpelling, demand: Demand, may_be_empty: bool, unlisted: bool
+        self,
+        spelling: TemplateSpelling,
+        demand: Demand,
+        tokenizer: Tokenizer,
+        *,
+        may_be_empty: bool,
     ):
-        self._spelling, self._demand = spelling, demand
-        self._may_be_empty, self._unlisted = may_be_empty, unlisted
-        self._forced = demand.choice in FORCED
+        self._spelling, self._demand, self._tokenizer = spelling, demand, tokenizer
+        self._may_be_empty = may_be_empty
+        self._forced = demand.is_forced
         self._strict = any(tool.get("strict") is True for tool in demand.tools)
         self._format = None if self._forced else demand.content
 
     def unread(self, what: str) -> Constraint | None:
         """The prompt ends inside of what is not told apart from the answer."""
         self._refuse_calls(f"the prompt ends inside of {what}")
-        return _constraint(self._format) if self._format is not None else None
+        return None if self._format is None else self._constraint(self._format)
 
     def rest(self) -> Constraint | None:
         """The rest of content that the prompt has opened."""
@@ -144,8 +152,8 @@ class _Grammar:
             self._refuse_calls("the prompt ends inside of an answer")
         content = self._spelling.content
         if content is not None:
-            return _constraint(self._content(content))
-        return _constraint(self._format) if self._format is not None else None
+            return self._constraint(self._content(content))
+        return None if self._format is None else self._constraint(self._format)
 
     def whole(self, *, reasoning_is_open: bool, must_reason: bool) -> Constraint | None:
         """All that follows the start of a message, or reasoning that is open."""
@@ -166,7 +174,7 @@ class _Grammar:
         if thinking is not None:
             must = must_reason and not reasoning_is_open
             body = sequence(self._thinking(thinking, must=must), body)
-        return _constraint(body, after_reasoning=reasoning_is_open)
+        return self._constraint(body, after_reasoning=reasoning_is_open)
 
     def _untold(self, fault: str, reasoning_is_open: bool) -> Constraint | None:
         """The template has no grammar: a format alone can be held to, where reasoning has ended."""
@@ -178,7 +186,10 @@ class _Grammar:
                 f"the answer cannot be held to a format, as its reasoning has no end: {fault}",
                 param="response_format",
             )
-        return _constraint(self._format, after_reasoning=reasoning_is_open)
+        return self._constraint(self._format, after_reasoning=reasoning_is_open)
+
+    def _constraint(self, format: Format, *, after_reasoning: bool = False) -> Constraint:
+        return constraint_of(format, self._tokenizer, after_reasoning=after_reasoning)
 
     def _refuse_calls(self, why: str):
         if self._forced:
@@ -210,9 +221,6 @@ class _Grammar:
         """One call or several, each with its closer but the last, which may go without."""
         demand = self._demand
         made = [call_of(tool, spelling) for tool in demand.tools]
-        if self._unlisted and not self._forced:
-            other = other_call([str(tool["name"]) for tool in demand.tools], spelling)
-            made += [other] if other is not None else []
         call, parallel = either(made), demand.parallel and demand.choice != "named"
         more = [any_number(sequence(one_of(spelling.next), call))] if parallel else []
         return sequence(call, *more, optional(one_of(spelling.closes)))
@@ -244,8 +252,3 @@ def _refuse_text(text: str) -> NoReturn:
         f"{text[:100]!r} has a mark of this model's format in it, so it cannot be an answer",
         param="response_format",
     )
-
-
-def _constraint(format: Format, *, after_reasoning: bool = False) -> Constraint:
-    tag = {"type": "structural_tag", "format": format}
-    return Constraint(tag=json.dumps(tag, ensure_ascii=False), after_reasoning=after_reasoning)

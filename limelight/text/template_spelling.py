@@ -73,16 +73,12 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls: `opens` are what stands before and after a name. Without `parameters` bodies are JSON.
-
-    Names that are not known are of the characters of `name`.
-    """
+    """Calls: `opens` are what stands around a name. Without `parameters` their bodies are JSON."""
 
     opener: regex.Pattern[str]
     opens: tuple[tuple[str, str], ...]
     closes: tuple[str, ...]
     next: tuple[str, ...]
-    name: Ranges | None
     parameters: Parameters | None
     fence: Fence
 
@@ -215,13 +211,11 @@ def _calls(template: ResponseTemplate, anchors: tuple[str, ...]) -> Calls:
         raise Untold("nothing that opens it can be told")
     fence = Fence.against(marks)
     fence.check(closes)
-    name = next(part for part in given[0] if isinstance(part, Hole)).characters
     return Calls(
         found.opener.pattern,
         tuple(opens),
         closes,
         _next(template, closes, anchors),
-        name,
         parameters,
         fence,
     )

@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from limelight.text.demand import Format
 from limelight.text.fence import Fence
-from limelight.text.formats import either, json_value, literal, pattern
+from limelight.text.formats import Format, either, json_value, literal, pattern
 from limelight.text.regex import ALL, JSON_ESCAPED, class_of, rewritten, subtracted
 from limelight.text.schema import Schema, finite, mapped, same
 from limelight.text.spelling import Untold

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import httpx
-import pytest
 from browsing import CHAT, ask, bodies, refusal, setting, stream
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -151,8 +150,11 @@ def test_a_narrow_screen_shows_one_thing_at_a_time(open_page, expect):
     expect(page.locator(".prose")).to_have_text("42")
 
 
-@pytest.mark.skipif(os.environ.get("LIMELIGHT_SCREENSHOTS") != "1", reason="LIMELIGHT_SCREENSHOTS")
-def test_screenshots(open_page, expect, server):
+def test_the_page_under_load_has_its_pictures_taken(open_page, expect, server, tmp_path):
+    # With LIMELIGHT_SCREENSHOTS=1 for the docs, and then after long enough for the charts to fill.
+    folder, milliseconds = tmp_path, 1_500
+    if os.environ.get("LIMELIGHT_SCREENSHOTS") == "1":
+        folder, milliseconds = DOCS, 45_000
     done = threading.Event()
 
     def load(index):
@@ -178,13 +180,13 @@ def test_screenshots(open_page, expect, server):
             setting(page, "tools").select_option("auto", force=True)
             ask(page, "What time is it in Oslo?")
             expect(page.locator(".prose")).to_have_count(2)
-        pages["dark"].wait_for_timeout(45_000)
+        pages["dark"].wait_for_timeout(milliseconds)
     finally:
         done.set()
         for thread in threads:
             thread.join()
     for name, page in pages.items():
-        path = DOCS / f"page-{name}.png"
+        path = folder / f"page-{name}.png"
         page.bring_to_front()
         page.screenshot(path=path)
-        assert path.stat().st_size < 150_000
+        assert 10_000 < path.stat().st_size < 150_000

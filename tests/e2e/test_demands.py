@@ -6,21 +6,8 @@ import jsonschema
 import openai
 import pytest
 from served import ask
+from weather import TOOLS
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather in a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
 PLAN = {
     "type": "object",
     "properties": {

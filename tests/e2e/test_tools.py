@@ -4,21 +4,7 @@ import json
 
 import pytest
 from served import ask
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather in a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+from weather import TOOLS
 
 
 @pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])

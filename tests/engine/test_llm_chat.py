@@ -4,24 +4,11 @@ import json
 
 import jsonschema
 import pytest
+from weather import TOOLS
 
 from limelight import LLM, SamplingParams, StructuredOutputsParams
 from limelight.types import RequestError
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather in a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
 WEATHER = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SUM = [{"role": "user", "content": "What is 17 + 25?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200)

@@ -251,6 +251,31 @@ def test_a_second_thought_leaves_the_constraint_on(compiler, budget):
     assert rows.allowed(0) == {ID["b"]}
 
 
+def test_drafts_are_tried_on_a_fork_and_taken_back_with_it(compiler):
+    budgeted = replace(OPEN, budget=3, forced_end=[END])
+    rows = Rows(compiler)
+    rows.admit(0, JSON, output=[ID["a"]], reasoning=budgeted, waits=True)
+    guide = rows.sampler.rules[0].guide
+    drafts = [END, ID['{"'], ID["a"], ID['":'], ID["1"], ID["}"], EOS, ID["b"], ID["b"]]
+    fork = guide.fork()
+    for draft in drafts:
+        fork.accept(draft)
+    # What follows the end is no part of the answer, and no fault.
+    assert fork.has_ended and fork.refused is None
+    wrong = guide.fork()
+    for draft in (END, ID["{"], ID["}"]):
+        wrong.accept(draft)
+    assert wrong.refused is not None
+    # The guide stands where it stood: two thoughts are left, then the end comes.
+    assert guide.thoughts.is_open and guide.thoughts.num_tokens == 1 and guide.forced is None
+    for token_id in (ID["b"], ID["b"]):
+        assert guide.forced is None and guide.refused is None
+        guide.accept(token_id)
+    assert guide.forced == END
+    guide.accept(END)
+    assert guide.needs_mask and guide.fork().needs_mask
+
+
 def test_a_row_without_a_constraint_does_not_notice_the_others(compiler):
     for logprobs in (None, 2):
         rows = Rows(compiler)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from limelight.runner.sampler import Sampler, token_logprobs, uniform
+from limelight.ops.noise import plain_uniform
+from limelight.runner.sampler import Sampler, token_logprobs
 from limelight.types import Request, SamplingParams
 
 VOCAB, EOS = 11, 10
@@ -110,7 +111,7 @@ def test_a_seeded_token_does_not_depend_on_a_neighbours_parameters(loud):
 
 
 def test_random_numbers_differ_by_seed_and_position_and_are_even():
-    values = [uniform(seed, position) for seed in range(-40, 40) for position in range(40)]
+    values = [plain_uniform(seed, position) for seed in range(-40, 40) for position in range(40)]
     assert len(set(values)) == len(values) and min(values) >= 0 and max(values) < 1
     assert abs(sum(values) / len(values) - 0.5) < 0.02
     neighbours = list(zip(values, values[1:], strict=False))

@@ -5,7 +5,7 @@ import torch
 
 from limelight.ops import noise
 from limelight.ops.verify import NOTHING, Cuts, verify, verify_greedy
-from limelight.runner.sampler import Sampler, uniform
+from limelight.runner.sampler import Sampler
 from limelight.types import Request, SamplingParams
 
 VOCAB = 23
@@ -28,7 +28,9 @@ def test_the_numbers_of_plain_tokens_are_the_samplers_own():
     got = noise.uniform(
         torch.tensor(seeds)[:, None], torch.tensor(positions), stream=noise.PLAIN
     ).tolist()
-    assert got == [[uniform(seed, position) for position in positions] for seed in seeds]
+    assert got == [
+        [noise.plain_uniform(seed, position) for position in positions] for seed in seeds
+    ]
 
 
 def settings() -> tuple[torch.Tensor, Cuts]:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+from glm47_answers import NOW, WEATHER
 from server_fakes import Api, FakeEngine, events
 
 from limelight.checkpoint import BUNDLED
@@ -16,22 +17,6 @@ from limelight.types import ModelInfo, Output
 
 STEPS = [1, 2, 3, 7, 10_000]
 FORMATS = {"flint": "glm47", "beam": "beam"}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "exclude": {"type": "array", "items": {"type": "string"}},
-            },
-            "required": ["city"],
-        },
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 
 

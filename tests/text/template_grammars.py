@@ -74,16 +74,15 @@ WEATHER = tool(
 NOW = tool("now")
 
 
-def made(name="tags", prompt=START, *, always=True, reasons=True, budget=None, unlisted=False,
-         **demand):  # fmt: skip
+def made(name="tags", prompt=START, *, always=True, reasons=True, budget=None, **demand):
     return template_constraint(
         MADE[name] if isinstance(name, str) else name,
         Demand(**demand),
+        tokenizer(),
         prompt=prompt,
         always=always,
         reasons=reasons,
         budget=budget,
-        unlisted=unlisted,
     )
 
 

@@ -94,14 +94,12 @@ def test_a_format_and_tools_leave_calls_or_the_format():
     assert not allows(grammar, THOUGHT + ANSWER + "hi")
 
 
-def test_only_listed_tools_are_called_unless_others_are_let_in():
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_only_listed_tools_are_called(choice):
     texts = [THOUGHT + call(name, argument("a", "b")) for name in ("nope", "get_weath", "nowhere")]
-    assert not any(allows(made(tools=[WEATHER, NOW]), text) for text in texts)
-    others = made(tools=[WEATHER, NOW], unlisted=True)
-    assert all(allows(others, text) for text in texts)
-    assert not allows(others, THOUGHT + call("get_weather", argument("a", "b")))
-    forced = made(tools=[WEATHER, NOW], unlisted=True, choice="required")
-    assert not any(allows(forced, text) for text in texts)
+    grammar = made(tools=[WEATHER, NOW], choice=choice)
+    assert not any(allows(grammar, text) for text in texts)
+    assert not allows(grammar, THOUGHT + call("get_weather", argument("a", "b")))
 
 
 def test_nothing_is_demanded_without_the_switch():
