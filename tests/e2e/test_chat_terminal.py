@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -54,9 +55,15 @@ class Screen:
 def opened(*arguments):
     """The program on a terminal of its own, which Ctrl-C reaches as it would a user's."""
     ours, theirs = pty.openpty()
+
+    def log_in():
+        os.login_tty(theirs)
+        # As a shell on a terminal has it; tests that run in the background inherit a deaf ear.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT,
-        preexec_fn=lambda: os.login_tty(theirs),
+        preexec_fn=log_in,
     )  # fmt: skip
     os.close(theirs)
     try:
