@@ -35,9 +35,9 @@ from limelight.models.layers import (
     SwiGLU,
     all_of,
 )
-from limelight.ops import linear, norm, rope, selector
+from limelight.ops import linear, rope, selector
 from limelight.ops.activation import softcap
-from limelight.ops.block import dynamic_conv
+from limelight.ops.block import conv_add_rmsnorm, dynamic_conv
 from limelight.ops.rope import Heads, Rotation
 from limelight.ops.verify import Proposals
 from limelight.parallel.collectives import all_gather
@@ -111,8 +111,18 @@ class BlockConvolution(nn.Module):
     def before(self, x_TD: torch.Tensor, changes_2TPG: torch.Tensor, rows: int) -> torch.Tensor:
         return dynamic_conv(x_TD, self.base_2PD[0], changes_2TPG[0], rows=rows)
 
-    def after(self, x_TD: torch.Tensor, changes_2TPG: torch.Tensor, rows: int) -> torch.Tensor:
-        return dynamic_conv(x_TD, self.base_2PD[1], changes_2TPG[1], rows=rows)
+    def after(
+        self,
+        h_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        changes_2TPG: torch.Tensor,
+        rows: int,
+        norm: RMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream h with what the sublayer x adds to it, and its norm."""
+        return conv_add_rmsnorm(
+            h_TD, x_TD, self.base_2PD[1], changes_2TPG[1], norm.weight, rows=rows, eps=norm.eps
+        )
 
 
 class Attention(nn.Module):
@@ -146,19 +156,23 @@ class Layer(nn.Module):
         self.feed_forward = SwiGLU(size, config.inner_size, place.within("mlp"), fp32=False)
 
     def forward(
-        self, h_TD: torch.Tensor, turn: Rotation, stack: HeadStack, blocks: Blocks
-    ) -> torch.Tensor:
-        y_TD, conv, rows = self.attention_in(h_TD), self.attention_conv, blocks.rows
+        self,
+        h_TD: torch.Tensor,
+        y_TD: torch.Tensor,
+        norm: RMSNorm,
+        turn: Rotation,
+        stack: HeadStack,
+        blocks: Blocks,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream, which enters with its norm y, and what `norm`, the next one, makes of it."""
+        conv, rows = self.attention_conv, blocks.rows
         changes = conv.changes(y_TD)
         x_TD = self.attention(conv.before(y_TD, changes, rows), turn, stack, blocks)
-        h_TD, y_TD = norm.add_rmsnorm(
-            h_TD, conv.after(x_TD, changes, rows), self.feed_forward_in.weight,
-            eps=self.feed_forward_in.eps,
-        )  # fmt: skip
+        h_TD, y_TD = conv.after(h_TD, x_TD, changes, rows, self.feed_forward_in)
         conv = self.feed_forward_conv
         changes = conv.changes(y_TD)
         x_TD = self.feed_forward(conv.before(y_TD, changes, rows))
-        return h_TD + conv.after(x_TD, changes, rows)
+        return conv.after(h_TD, x_TD, changes, rows, norm)
 
 
 class Selector(nn.Module):
@@ -254,9 +268,12 @@ class DFlash2(nn.Module):
         """The normed hidden states of all rows, [B, Q, D]."""
         h_TD = self.embed(anchors_B, blocks.rows)
         turn = self._turn(blocks.positions_T, h_TD.dtype)
-        for layer in self.layers:
-            h_TD = layer(h_TD, turn, self.stack, blocks)
-        return self.norm(h_TD).unflatten(0, (-1, blocks.rows))
+        first, *norms = [*(layer.attention_in for layer in self.layers), self.norm]
+        assert isinstance(first, RMSNorm)
+        y_TD = first(h_TD)
+        for layer, norm in zip(self.layers, norms, strict=True):
+            h_TD, y_TD = layer(h_TD, y_TD, norm, turn, self.stack, blocks)
+        return y_TD.unflatten(0, (-1, blocks.rows))
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V], as the candidates are chosen by; this is for training."""

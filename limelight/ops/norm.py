@@ -52,8 +52,8 @@ def sandwich_reference(
 
 
 @triton.jit
-def _normalized(x_D, weight_D, size, eps):
-    """The norm of one row, all FP32."""
+def normalized(x_D, weight_D, size, eps):
+    """For kernels: the norm of one row, all FP32."""
     return x_D * tl.rsqrt(tl.sum(x_D * x_D, axis=0) / size + eps) * weight_D
 
 
@@ -77,7 +77,7 @@ def _norm_kernel(
         rounded_D = h_D.to(out_h.dtype.element_ty)
         tl.store(out_h + t * size + d, rounded_D, mask=inside)
         h_D = rounded_D.to(tl.float32)
-    y_D = _normalized(h_D, weight_D, size, eps)
+    y_D = normalized(h_D, weight_D, size, eps)
     tl.store(out_y + t * size + d, y_D.to(out_y.dtype.element_ty), mask=inside)
 
 
@@ -99,15 +99,15 @@ def _sandwich_kernel(
         tl.extra.cuda.gdc_wait()
     x_D = tl.load(x + t * stride_x + d, mask=inside, other=0.0).to(tl.float32)
     h_D = tl.load(h + t * stride_h + d, mask=inside, other=0.0).to(tl.float32)
-    z_D = _normalized(x_D, post_D, size, eps).to(dtype).to(tl.float32)
+    z_D = normalized(x_D, post_D, size, eps).to(dtype).to(tl.float32)
     h_D = (z_D * add).to(dtype).to(tl.float32) + (h_D * keep).to(dtype).to(tl.float32)
     rounded_D = h_D.to(dtype)
     tl.store(out_h + t * size + d, rounded_D, mask=inside)
-    y_D = _normalized(rounded_D.to(tl.float32), pre_D, size, eps)
+    y_D = normalized(rounded_D.to(tl.float32), pre_D, size, eps)
     tl.store(out_y + t * size + d, y_D.to(dtype), mask=inside)
 
 
-def _tile(size: int) -> dict[str, int]:
+def whole_row(size: int) -> dict[str, int]:
     """The whole row, with 16 elements a thread."""
     block = triton.next_power_of_2(size)
     return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
@@ -135,7 +135,7 @@ def _launch_rmsnorm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -
     if rows:
         _norm_kernel[(rows,)](
             rows_TD, None, weight_D, None, y_TD, rows_TD.stride(0), 0, size, eps,
-            **_tile(size), **pdl(x_TD),
+            **whole_row(size), **pdl(x_TD),
         )  # fmt: skip
     return y_TD
 
@@ -150,7 +150,7 @@ def _launch_add_rmsnorm(
     if rows:
         _norm_kernel[(rows,)](
             h_TD, x_TD, weight_D, out_TD, y_TD, h_TD.stride(0), x_TD.stride(0), size, eps,
-            **_tile(size), **pdl(h_TD),
+            **whole_row(size), **pdl(h_TD),
         )  # fmt: skip
     return out_TD, y_TD
 
@@ -172,7 +172,7 @@ def _launch_sandwich(
         _sandwich_kernel[(rows,)](
             h_TD, x_TD, post_D, pre_D, out_TD, y_TD, h_TD.stride(0), x_TD.stride(0), size,
             math.sqrt((n - 1) / n), 1.0 / math.sqrt(n), eps,
-            **_tile(size), **pdl(h_TD),
+            **whole_row(size), **pdl(h_TD),
         )  # fmt: skip
     return out_TD, y_TD
 

@@ -119,7 +119,9 @@ def test_a_new_drafter_starts_as_its_convolutions_were_not_there(target):
     conv = drafter.layers[0].attention_conv
     x_TD = torch.randn(16, 48)
     assert torch.equal(conv.before(x_TD, conv.changes(x_TD), 8), x_TD)
-    assert torch.equal(conv.after(x_TD, conv.changes(x_TD), 8), x_TD)
+    norm = drafter.layers[0].feed_forward_in
+    h_TD, y_TD = conv.after(x_TD, x_TD, conv.changes(x_TD), 8, norm)
+    assert torch.equal(h_TD, 2 * x_TD) and torch.equal(y_TD, norm(h_TD))
 
 
 @torch.inference_mode()

@@ -8,7 +8,12 @@ from ahead import Case, meta
 from near import PLACES, assert_near
 
 from limelight.ops import decode, rope
-from limelight.ops.block import BlockLayout, block_attention
+from limelight.ops.block import (
+    BlockLayout,
+    block_attention,
+    conv_add_rmsnorm,
+    dynamic_conv,
+)
 from limelight.ops.paging import FP8, LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 
@@ -136,6 +141,57 @@ def test_an_fp8_cache_holds_context_and_block(place):
     check(CONTEXTS, (4, 2, 32), place, rows=8, window=37, fp8=True)
 
 
+# Channels, a group of them, taps, rows of a block.
+CONVOLUTIONS = [(48, 12, 3, 4), (200, 8, 2, 8), (64, 64, 1, 3), (96, 16, 5, 2)]
+
+
+def convolution(size, group, taps, rows, place, *, blocks=3):
+    """Two streams of rows that lie apart, and the kernel's parts, in the type of the place."""
+    device, dtype = place
+    torch.manual_seed(size)
+    tokens = rows * blocks
+    wide = torch.randn(2, tokens, size + 16, device=device).to(dtype)
+    base_PD = torch.randn(taps, size, device=device).to(dtype)
+    changes = torch.randn(tokens, 2 * taps * (size // group), device=device).to(dtype)
+    change_TPG = changes.unflatten(1, (2, taps, -1))[:, 1]
+    return *wide[:, :, :size], base_PD, change_TPG
+
+
+@places
+@pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
+def test_convolutions_run_along_their_blocks_and_round_as_the_reference(shape, place):
+    _, x_TD, base_PD, change_TPG = convolution(*shape, place)
+    y_TD = dynamic_conv.kernel(x_TD, base_PD, change_TPG, rows=shape[3])
+    assert torch.equal(y_TD, dynamic_conv.reference(x_TD, base_PD, change_TPG, rows=shape[3]))
+
+
+@places
+@pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
+def test_what_a_sublayer_adds_is_normed_for_the_next(shape, place):
+    h_TD, x_TD, base_PD, change_TPG = convolution(*shape, place)
+    weight_D = (1 + 0.2 * torch.randn(shape[0], device=place[0])).to(place[1])
+    arguments, options = (h_TD, x_TD, base_PD, change_TPG), {"rows": shape[3], "eps": EPS}
+    mine = conv_add_rmsnorm.kernel(*arguments, weight_D, **options)
+    theirs = conv_add_rmsnorm.reference(*arguments, weight_D, **options)
+    assert torch.equal(mine[0], theirs[0])
+    assert_near(mine[1], theirs[1], dtype=place[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_convolutions_of_real_sizes(tokens):
+    shape, place = (5120, 16, 2, 8), ("cuda", torch.bfloat16)
+    parts = convolution(*shape, place, blocks=tokens // 8)
+    weight_D = torch.randn(5120, device="cuda").bfloat16()
+    assert torch.equal(
+        dynamic_conv.kernel(*parts[1:], rows=8), dynamic_conv.reference(*parts[1:], rows=8)
+    )
+    mine = conv_add_rmsnorm.kernel(*parts, weight_D, rows=8, eps=EPS)
+    theirs = conv_add_rmsnorm.reference(*parts, weight_D, rows=8, eps=EPS)
+    assert torch.equal(mine[0], theirs[0])
+    assert_near(mine[1], theirs[1], dtype=torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("window", [4096, 512, None], ids="window-{}".format)
@@ -164,7 +220,19 @@ def compile_cases() -> list[Case]:
             turn=Rotation(meta(tokens, 1, size), meta(tokens, 1, size)),
         )  # fmt: skip
 
-    return [
+    def convolve(tokens, size, add):
+        changes = meta(tokens, 2, 2, size // 16)[:, 1]
+        x, base = meta(tokens, size), meta(2, size)
+        if add:
+            conv_add_rmsnorm.kernel(x, x, base, changes, meta(size), rows=8, eps=EPS)
+        else:
+            dynamic_conv.kernel(x, base, changes, rows=8)
+
+    convolutions = [
+        Case(f"convolution, {size} channels", lambda a=(8, size, add): convolve(*a), decode=True)
+        for size, add in itertools.product((192, 5120), (False, True))
+    ]
+    return convolutions + [
         Case(
             f"attention of {batch} blocks, window {window}" + (", FP8" if fp8 else ""),
             lambda a=(batch, window, fp8): attend(*a),
