@@ -170,7 +170,7 @@ def _drawn(
 
 @triton.jit
 def _judge_kernel(
-    logits, starts, drafts, temperature, seeds, positions, ids, scores, min_p,
+    logits, starts, drafts, drawn, temperature, seeds, positions, ids, scores, min_p,
     piece_best, piece_at, piece_sum, cut_R, last_R, accepted, tokens, best_B,
     stride, V, pieces, greedy_below,
     N: tl.constexpr, K: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, PIECES: tl.constexpr,
@@ -195,6 +195,8 @@ def _judge_kernel(
     best_Q, token_Q, total_Q = _row_sums(
         piece_best, piece_at, piece_sum, row_Q, warmth, pieces, PIECES, SAMPLED
     )
+    if drawn is not None:
+        token_Q = tl.load(drawn + row_Q)
     stands_Q = real_Q & (best_Q > float("-inf")) & (token_Q == d_Q)
     if SAMPLED:
         seed, position = tl.load(seeds + b), tl.load(positions + b).to(tl.int64)
@@ -237,13 +239,15 @@ def launch(
     made: Pieces,
     *,
     greedy_below: float,
+    drawn_R: torch.Tensor | None = None,
     sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     proposals: tuple[torch.Tensor, torch.Tensor] | None = None,
     cuts: Cuts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted [B] and tokens [B, Q], int64, and best [B], FP32, as in `Verified`.
 
-    `sampling` is temperature, seed and position by sequence, without which all are greedy.
+    `sampling` is temperature, seed and position by sequence, without which a draft has to be its
+    row's best token, or the one in `drawn_R`.
     """
     (sequences, drafts), device = drafts_BN.shape, logits_RV.device
     ids_BNK, scores_BNK = proposals or (None, None)
@@ -255,7 +259,7 @@ def launch(
     if sequences:
         count = pieces.count_of(logits_RV.shape[1])
         _judge_kernel[(sequences,)](
-            logits_RV, starts_B, drafts_BN, *(sampling or (None, None, None)),
+            logits_RV, starts_B, drafts_BN, drawn_R, *(sampling or (None, None, None)),
             ids_BNK, scores_BNK, None if cuts is None else cuts.min_p_B,
             *made.arguments, accepted_B, tokens_BQ, best_B,
             logits_RV.stride(0), logits_RV.shape[1], count, greedy_below,

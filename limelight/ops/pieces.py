@@ -106,8 +106,8 @@ def inverted(weight_V, target):
 
 
 @triton.jit
-def _sequence_of(starts, row, sequences, SEQUENCES: tl.constexpr):
-    """The sequence of a packed row; as many as there are for a row behind the last."""
+def sequence_of(starts, row, sequences, SEQUENCES: tl.constexpr):
+    """For kernels: the sequence of a packed row; as many as there are for a row behind the last."""
     sequence = row
     if starts is not None:
         b = tl.arange(0, SEQUENCES)
@@ -126,7 +126,7 @@ def _pieces_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.program_id(1)
-    b = _sequence_of(starts, row, sequences, SEQUENCES)
+    b = sequence_of(starts, row, sequences, SEQUENCES)
     if b >= sequences:
         return
     z_V = logits_at(logits, row, piece * PIECE + tl.arange(0, PIECE), stride, V, cap)
@@ -263,7 +263,7 @@ def _cut_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
-    b = _sequence_of(starts, row, sequences, SEQUENCES)
+    b = sequence_of(starts, row, sequences, SEQUENCES)
     if b >= sequences:
         return
     warmth, share = tl.load(temperature + b).to(tl.float32), tl.load(top_p + b).to(tl.float32)

@@ -8,15 +8,29 @@ are FP32, their sums over the vocabulary FP64. With cut-offs p is 0 for what the
 others keep the order of the vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from limelight.ops import op, pdl, pieces
 from limelight.ops.activation import softcap
-from limelight.ops.pieces import PIECE, Cuts, best_of, inverted, kept, logits_at, weight_of
+from limelight.ops.noise import PLAIN, number_of
+from limelight.ops.pieces import (
+    PIECE,
+    Cuts,
+    Pieces,
+    best_of,
+    inverted,
+    kept,
+    logits_at,
+    sequence_of,
+    weight_of,
+)
 
 GREEDY_BELOW = 1e-5
+_PLAIN = tl.constexpr(PLAIN)
 
 
 def sample_reference(
@@ -95,32 +109,43 @@ def truncate(
 
 @triton.jit
 def _rows_kernel(
-    logits, temperature, uniform, min_p, piece_best, piece_at, piece_sum, cut_R, last_R, token,
-    best_R, last_tokens, slots, stride, V, cap, greedy_below, pieces,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, uniform, starts, seeds, positions, min_p, piece_best, piece_at, piece_sum,
+    cut_R, last_R, token, best_R, last_tokens, slots, stride, V, cap, greedy_below, sequences,
+    pieces, SEQUENCES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row: its piece by the pieces' sums, then itself within the piece."""
+    """The token of one row: its piece by the pieces' sums, then itself within the piece.
+
+    Without `uniform` rows are packed from `starts` on, and have their positions' own numbers.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
+    b = sequence_of(starts, row, sequences, SEQUENCES)
+    if b >= sequences:
+        return
     p = tl.arange(0, PIECES)
     best_P = tl.load(piece_best + row * pieces + p, mask=p < pieces, other=float("-inf"))
     best, piece = best_of(best_P, 0)
     chosen = tl.load(piece_at + row * pieces + piece)
-    warmth = tl.load(temperature + row).to(tl.float32)
+    warmth = tl.load(temperature + b).to(tl.float32)
     if warmth >= greedy_below:
+        if uniform is None:
+            at = tl.load(positions + b).to(tl.int64) + (row - tl.load(starts + b))
+            number = number_of(tl.load(seeds + b), at, at * 0 + _PLAIN).to(tl.float32)
+        else:
+            number = tl.load(uniform + row)
         sum_P = tl.load(piece_sum + row * pieces + p, mask=p < pieces, other=0.0)
         # A piece without a finite logit has the sum 0.
         weight_P = tl.where(sum_P > 0, sum_P * tl.exp((best_P - best) / warmth).to(tl.float64), 0.0)
-        target = tl.load(uniform + row).to(tl.float64) * tl.sum(weight_P, axis=0)
+        target = number.to(tl.float64) * tl.sum(weight_P, axis=0)
         piece, before = inverted(weight_P, target)
         v = piece * PIECE + tl.arange(0, PIECE)
         z_V = logits_at(logits, row, v, stride, V, cap)
         p_V = weight_of(z_V, best, warmth)
         if cut_R is not None:
             cut, last = tl.load(cut_R + row), tl.load(last_R + row)
-            left_V = kept(z_V, v, best, warmth, cut, last, tl.load(min_p + row).to(tl.float32))
+            left_V = kept(z_V, v, best, warmth, cut, last, tl.load(min_p + b).to(tl.float32))
             p_V = tl.where(left_V, p_V, 0.0)
         # A sum in another order may end just above the target.
         target = tl.maximum(target - before, 0.0)
@@ -141,21 +166,57 @@ def _launch_sample(
     cuts: Cuts | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert uniform_R.shape == (len(logits_RV),) and uniform_R.is_contiguous()
+    made = pieces.launch(logits_RV, temperature_R, greedy_below=GREEDY_BELOW, cap=cap, cuts=cuts)
+    return draw(logits_RV, made, temperature_R, uniform_R=uniform_R, cap=cap, cuts=cuts, into=into)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where packed rows stand in their sequences: for numbers that follow from seed and position.
+
+    Row i of sequence b is that of `starts_B[b]` + i and gives the token at `position_B[b]` + i.
+    """
+
+    starts_B: torch.Tensor
+    seed_B: torch.Tensor
+    position_B: torch.Tensor
+
+
+def draw(
+    logits_RV: torch.Tensor,
+    made: Pieces,
+    temperature_B: torch.Tensor,
+    *,
+    uniform_R: torch.Tensor | None = None,
+    places: Places | None = None,
+    cap: float | None = None,
+    cuts: Cuts | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `pieces.launch`: tokens and best logits of rows with numbers of their own,
+    or of those at their places; rows behind the last sequence get none."""
     rows, vocabulary = logits_RV.shape
-    assert uniform_R.shape == (rows,) and uniform_R.is_contiguous()
     last_tokens_S, slots_R = into or (None, None)
     if last_tokens_S is not None and slots_R is not None:
         assert last_tokens_S.dtype == slots_R.dtype == torch.int64 and slots_R.shape == (rows,)
         assert last_tokens_S.is_contiguous() and slots_R.is_contiguous()
+    packed: tuple[torch.Tensor | None, ...] = (None, None, None)
+    sequences = rows
+    if places is not None:
+        packed = (places.starts_B, places.seed_B, places.position_B)
+        sequences = len(places.seed_B)
+        assert places.seed_B.dtype == torch.int64
+        assert all(x_B is not None and x_B.is_contiguous() for x_B in packed)
     token_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     best_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
-    made = pieces.launch(logits_RV, temperature_R, greedy_below=GREEDY_BELOW, cap=cap, cuts=cuts)
     if rows:
         count = pieces.count_of(vocabulary)
         _rows_kernel[(rows,)](
-            logits_RV, temperature_R, uniform_R, None if cuts is None else cuts.min_p_B,
+            logits_RV, temperature_B, uniform_R, *packed, None if cuts is None else cuts.min_p_B,
             *made.arguments, token_R, best_R, last_tokens_S, slots_R,
-            logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, count,
+            logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, sequences, count,
+            SEQUENCES=triton.next_power_of_2(max(sequences, 1)),
             PIECES=triton.next_power_of_2(count), PIECE=PIECE, num_warps=4, **pdl(logits_RV),
         )  # fmt: skip
     return token_R, best_R

@@ -1,6 +1,8 @@
 """Which drafts of each sequence stand, and the token behind them: exact for any drafter.
 
     greedy:   draft d stands while it is argmax p;  else the argmax comes instead
+    drawn:    d stands while it is the token that the sampler draws without drafts;  else that one
+              comes instead
     sampled:  d, drawn from q, stands if u * q(d) < p(d);  else a token of max(p - q, 0) comes
               instead;  behind the last draft comes one of p itself
 
@@ -8,6 +10,10 @@ p is the target's distribution under the sequence's temperature and cut-offs. q 
 K candidates' scores at the same temperature and 0 for every other token, or wholly the draft's own
 where the drafter takes the best. A draft that q cannot have given is refused without a look at p,
 and p itself is drawn from: since that holds for any p, nothing is lost.
+
+A drafter's best token stands with the chance p(d) both ways, but what is `drawn` is also, token by
+token, the text without drafts: how many were verified, and when, leaves no trace. A drafter that
+draws is accepted more often by the last way, with the chance sum_d min(p(d), q(d)).
 
 Here N is the most drafts of a sequence, Q = N + 1 tokens, K the candidates of a draft, and R all
 rows: 1 + n_b for each of B sequences, packed. Probabilities are FP32, what is compared and summed
@@ -21,7 +27,7 @@ import torch
 from limelight.ops import judge, op, pieces
 from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
 from limelight.ops.pieces import Cuts as Cuts
-from limelight.ops.sample import GREEDY_BELOW, invert, probabilities
+from limelight.ops.sample import GREEDY_BELOW, Places, draw, invert, probabilities
 
 NOTHING = -1  # in the place of a draft or a token
 
@@ -92,6 +98,38 @@ def verify_greedy_reference(
     accepted_B = _prefix(_matches(drafts, best_R, token_R))
     last_B = _at(drafts.rows_BQ, accepted_B)
     return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+
+
+def verify_drawn_reference(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    cuts: Cuts | None = None,
+) -> Verified:
+    """By the sampler's own numbers; the arguments are those of `verify`."""
+    best_R, token_R = logits_RV.max(dim=-1)
+    sequence_R, place_R = packed_rows(starts_B, len(logits_RV))
+    positions_R = position_B.long()[sequence_R] + place_R
+    uniform_R = uniform(seed_B[sequence_R], positions_R, stream=PLAIN).float()
+    each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
+    temperature_R = temperature_B[sequence_R]
+    drawn_R = invert(probabilities(logits_RV, temperature_R, each_R), uniform_R)
+    token_R = torch.where(temperature_R >= GREEDY_BELOW, drawn_R, token_R)
+    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    accepted_B = _prefix(_matches(drafts, best_R, token_R))
+    last_B = _at(drafts.rows_BQ, accepted_B)
+    return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+
+
+def verify_by(proposals: Proposals | None, *arguments: torch.Tensor, cuts: Cuts | None) -> Verified:
+    """`verify` of drafts that were drawn, or `verify_drawn` where they are the drafter's best."""
+    if proposals is None:
+        return verify_drawn(*arguments, cuts=cuts)
+    return verify(*arguments, proposals=proposals, cuts=cuts)
 
 
 def verify_reference(
@@ -239,6 +277,28 @@ def _launch_verify_greedy(
     return Verified(*judge.launch(logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW))
 
 
+def _launch_verify_drawn(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    cuts: Cuts | None = None,
+) -> Verified:
+    made = pieces.launch(
+        logits_RV, temperature_B, greedy_below=GREEDY_BELOW, starts_B=starts_B, cuts=cuts
+    )
+    places = Places(starts_B, seed_B, position_B)
+    drawn_R, _ = draw(logits_RV, made, temperature_B, places=places, cuts=cuts)
+    return Verified(
+        *judge.launch(
+            logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW, drawn_R=drawn_R
+        )
+    )
+
+
 def _launch_verify(
     logits_RV: torch.Tensor,
     starts_B: torch.Tensor,
@@ -250,16 +310,20 @@ def _launch_verify(
     proposals: Proposals | None = None,
     cuts: Cuts | None = None,
 ) -> Verified:
-    below = {"greedy_below": GREEDY_BELOW}
-    made = pieces.launch(logits_RV, temperature_B, starts_B=starts_B, cuts=cuts, **below)
-    drawn_from = None if proposals is None else (proposals.ids_BNK, proposals.scores_BNK)
+    made = pieces.launch(
+        logits_RV, temperature_B, greedy_below=GREEDY_BELOW, starts_B=starts_B, cuts=cuts
+    )
+    drawn_from = None
+    if proposals is not None:
+        drawn_from = (proposals.ids_BNK.contiguous(), proposals.scores_BNK.contiguous())
     return Verified(
         *judge.launch(
-            logits_RV, starts_B, drafts_BN, made, sampling=(temperature_B, seed_B, position_B),
-            proposals=drawn_from, cuts=cuts, **below,
+            logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW,
+            sampling=(temperature_B, seed_B, position_B), proposals=drawn_from, cuts=cuts,
         )
     )  # fmt: skip
 
 
 verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_greedy)
+verify_drawn = op(reference=verify_drawn_reference, kernel=_launch_verify_drawn)
 verify = op(reference=verify_reference, kernel=_launch_verify)

@@ -16,6 +16,7 @@ from limelight.ops.verify import (
     draft_probs,
     packed_rows,
     verify,
+    verify_drawn,
     verify_greedy,
 )
 
@@ -40,6 +41,10 @@ def compile_cases() -> list[Case]:
         starts, drafted = integer(batch + 1, dtype=torch.int32), integer(batch, drafts)
         if candidates is None:
             return verify_greedy.kernel(logits, starts, drafted)
+        if candidates < 0:
+            return verify_drawn.kernel(
+                logits, starts, drafted, number(batch), integer(batch), integer(batch)
+            )
         shape = (batch, drafts, candidates)
         return verify.kernel(
             logits, starts, drafted, number(batch), integer(batch), integer(batch),
@@ -49,6 +54,7 @@ def compile_cases() -> list[Case]:
 
     return [
         Case("greedy", lambda: call(1, 7, None, False), decode=True),
+        Case("as the sampler draws", lambda: call(64, 7, -1, False), decode=True),
         Case("drawn", lambda: call(64, 7, 16, False), decode=True),
         Case("drawn, cut", lambda: call(64, 7, 16, True)),
         Case("best, cut", lambda: call(3, 15, 0, True)),
@@ -146,6 +152,21 @@ def test_drafts_stand_and_fall_as_in_the_reference(vocabulary, sampled, cut, dev
     theirs = verify.reference(*batch.arguments, **options)
     assert 0 < theirs.accepted_B.sum() < (batch.starts_B.diff() - 1).clamp(min=0).sum()
     assert_same(verify.kernel(*batch.arguments, **options), theirs)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("vocabulary", SIZES[:2], ids="V{}".format)
+def test_drafts_stand_that_the_sampler_would_draw(vocabulary, cut, device):
+    batch = Batch.random(10, 3, vocabulary, device, seed=vocabulary)
+    options = {"cuts": batch.cuts(vocabulary) if cut else None}
+    logits_RV, starts_B, drafts_BN, *rest = batch.arguments
+    for j in range(3):
+        drawn = verify_drawn.reference(logits_RV, starts_B, drafts_BN, *rest, **options)
+        right_B = (torch.arange(10, device=device) % 4 != j) & (drawn.tokens_BQ[:, j] != NOTHING)
+        drafts_BN[:, j] = drawn.tokens_BQ[:, j].where(right_B, drafts_BN[:, j])
+    theirs = verify_drawn.reference(*batch.arguments, **options)
+    assert theirs.accepted_B.min() == 0 and theirs.accepted_B.max() == 3
+    assert_same(verify_drawn.kernel(*batch.arguments, **options), theirs)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 7, 15])
