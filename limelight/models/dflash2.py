@@ -187,6 +187,11 @@ class Selector(nn.Module):
             "hidden_projection.weight", rank, config.hidden_size, dummy=PROJECTION
         )
 
+    def gate(self, hidden_BND: torch.Tensor) -> torch.Tensor:
+        """What weighs the products of a place's codes, [B, N, R]."""
+        gate_BNR = linear.project(hidden_BND.flatten(0, 1), self.gate_RD)
+        return gate_BNR.unflatten(0, hidden_BND.shape[:2])
+
     def forward(
         self,
         hidden_BND: torch.Tensor,
@@ -195,9 +200,8 @@ class Selector(nn.Module):
         candidates_BNK: torch.Tensor,
     ) -> torch.Tensor:
         """Scores of each candidate after each token that may stand before it: [B, N, K, K]."""
-        gate_BNR = linear.project(hidden_BND.flatten(0, 1), self.gate_RD)
         return selector.score_table(
-            unary_BNK, gate_BNR.unflatten(0, hidden_BND.shape[:2]),
+            unary_BNK, self.gate(hidden_BND),
             self.before_VR[before_BNK], self.after_VR[candidates_BNK],
         )  # fmt: skip
 
@@ -306,12 +310,11 @@ class DFlash2(nn.Module):
         temperature_B: torch.Tensor,
         uniform_BN: torch.Tensor,
     ) -> Drafts:
-        """N drafts behind each anchor, N one less than the block's rows; see `selector.walk`."""
+        """N drafts behind each anchor, N one less than the block's rows; see `selector.choose`."""
         hidden_BND = self(anchors_B, blocks)[:, 1:]
         unary_BNK, ids_BNK = self.candidates(hidden_BND)
-        anchors_BK = anchors_B[:, None].expand(-1, ids_BNK.shape[2])
-        before_BNK = torch.cat([anchors_BK[:, None], ids_BNK[:, :-1]], dim=1)
-        scores_BNKK = self.selector(hidden_BND, unary_BNK, before_BNK, ids_BNK)
-        chosen_BN, scores_BNK = selector.walk(scores_BNKK, temperature_B, uniform_BN)
-        tokens_BN = ids_BNK.gather(2, chosen_BN[..., None])[..., 0]
+        tokens_BN, scores_BNK = selector.choose(
+            unary_BNK, ids_BNK, self.selector.gate(hidden_BND), anchors_B,
+            self.selector.before_VR, self.selector.after_VR, temperature_B, uniform_BN,
+        )  # fmt: skip
         return Drafts(tokens_BN, Proposals(ids_BNK, scores_BNK))

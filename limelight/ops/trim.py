@@ -12,13 +12,16 @@ N is the drafts of a sequence, K the candidates of a draft.
 """
 
 import torch
+import triton
+import triton.language as tl
 
+from limelight.ops import op, pdl
 from limelight.ops.sample import GREEDY_BELOW
 
 MOST_ODDS = 40.0
 
 
-def log_odds(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+def log_odds_reference(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
     """f, FP32 [B, N], from -40 to 40; -40 where no score is finite. Greedy counts as 1."""
     scores_BNK = scores_BNK.masked_fill(~scores_BNK.isfinite(), float("-inf"))
     warmth_B = torch.where(temperature_B >= GREEDY_BELOW, temperature_B, 1.0)
@@ -29,6 +32,44 @@ def log_odds(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> torch.Ten
     )
     odds_BN = -others_BNK.logsumexp(dim=-1)
     return torch.nan_to_num(odds_BN, nan=-MOST_ODDS).clamp(-MOST_ODDS, MOST_ODDS)
+
+
+@triton.jit
+def _log_odds_kernel(
+    scores, temperature, odds, size, greedy_below, most, N: tl.constexpr, K: tl.constexpr,
+    KB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, KB)
+    held_IK = (i < size)[:, None] & (k < K)[None, :]
+    z_IK = tl.load(scores + i[:, None] * K + k[None, :], mask=held_IK, other=float("-inf"))
+    z_IK = tl.where((z_IK == z_IK) & (z_IK < float("inf")), z_IK, float("-inf"))
+    warmth_I = tl.load(temperature + i // N, mask=i < size, other=1.0).to(tl.float32)
+    warmth_I = tl.where(warmth_I >= greedy_below, warmth_I, 1.0)
+    best_I, at_I = tl.max(z_IK, axis=1, return_indices=True)
+    others_IK = (z_IK > float("-inf")) & (k[None, :] != at_I[:, None])
+    w_IK = tl.exp((z_IK - best_I[:, None]) / warmth_I[:, None])
+    odds_I = -tl.log(tl.sum(tl.where(others_IK, w_IK, 0.0), axis=1))
+    odds_I = tl.where(best_I > float("-inf"), odds_I, -most)
+    tl.store(odds + i, tl.minimum(tl.maximum(odds_I, -most), most), mask=i < size)
+
+
+def _launch_log_odds(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    batch, drafts, count = scores_BNK.shape
+    assert scores_BNK.dtype == torch.float32 and scores_BNK.is_contiguous()
+    assert temperature_B.shape == (batch,) and temperature_B.is_contiguous()
+    odds_BN = torch.empty(batch, drafts, dtype=torch.float32, device=scores_BNK.device)
+    if size := odds_BN.numel():
+        _log_odds_kernel[(triton.cdiv(size, 32),)](
+            scores_BNK, temperature_B, odds_BN, size, GREEDY_BELOW, MOST_ODDS,
+            N=drafts, K=count, KB=triton.next_power_of_2(count), BLOCK=32, **pdl(scores_BNK),
+        )  # fmt: skip
+    return odds_BN
+
+
+log_odds = op(reference=log_odds_reference, kernel=_launch_log_odds)
 
 
 def survival(
