@@ -21,6 +21,7 @@ from limelight.ops.verify import (
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+VOCABULARY = 151_936
 SIZES = [7, PIECE + 1, 2 * PIECE + 77]
 
 pytestmark = [
@@ -37,7 +38,7 @@ def compile_cases() -> list[Case]:
         def integer(*shape, dtype=torch.int64):
             return meta(*shape, dtype=dtype)
 
-        logits = number(batch * (drafts + 1), 151_936)
+        logits = number(batch * (drafts + 1), VOCABULARY)
         starts, drafted = integer(batch + 1, dtype=torch.int32), integer(batch, drafts)
         if candidates is None:
             return verify_greedy.kernel(logits, starts, drafted)
@@ -115,6 +116,18 @@ class Batch:
             temperature_B.to(device), seed_B.to(device), position_B.to(device),
             Proposals(ids_BNK.to(device), scores_BNK.to(device)),
         )  # fmt: skip
+
+    @classmethod
+    def wide(cls, batch: int, drafts: int, *, seed: int) -> "Batch":
+        """On a GPU, of a real vocabulary, and as many rows whatever the seed."""
+        made = cls.random(batch, drafts, 50, "cuda", seed=seed)
+        wide_RV = 2 * torch.randn((drafts + 1) * batch, VOCABULARY, device="cuda")
+        here = min(len(wide_RV), len(made.logits_RV))
+        wide_RV[:here, 1000:1050] = made.logits_RV[:here] + 9
+        made.logits_RV = wide_RV
+        made.drafts_BN = (made.drafts_BN + 1000).where(made.drafts_BN >= 0, NOTHING)
+        made.proposals = Proposals(made.proposals.ids_BNK + 1000, made.proposals.scores_BNK)
+        return made
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -264,16 +277,9 @@ def test_where_p_and_q_are_the_same_nothing_forbidden_comes(device):
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "best"])
 def test_real_sizes_as_a_graph(sampled, cut, device):
-    vocabulary, made = 151_936, []
-    cuts = Batch.random(40, 7, 50, "cuda").cuts(vocabulary) if cut else None
-    batches = [Batch.random(40, 7, 50, "cuda", seed=seed) for seed in range(2)]
-    for batch in batches:
-        rows = 8 * 40
-        wide_RV = 2 * torch.randn(rows, vocabulary, device="cuda")
-        wide_RV[: len(batch.logits_RV), 1000:1050] = batch.logits_RV + 9
-        batch.logits_RV = wide_RV
-        batch.drafts_BN = (batch.drafts_BN + 1000).where(batch.drafts_BN >= 0, NOTHING)
-        batch.proposals = Proposals(batch.proposals.ids_BNK + 1000, batch.proposals.scores_BNK)
+    made = []
+    batches = [Batch.wide(40, 7, seed=seed) for seed in range(2)]
+    cuts = batches[0].cuts(VOCABULARY) if cut else None
     static = [x.clone() for x in batches[0].arguments]
     ids_BNK = batches[0].proposals.ids_BNK.clone()
     scores_BNK = batches[0].proposals.scores_BNK.clone()
