@@ -146,7 +146,9 @@ class CacheGroups:
             for table in hit.tables
             for block in table
         )
-        rows = self.num_blocks_of(self._held(sequence.num_tokens)) - hit.num_tokens // self.block_size
+        rows = (
+            self.num_blocks_of(self._held(sequence.num_tokens)) - hit.num_tokens // self.block_size
+        )
         return taken + self._blocks_for_rows(rows, chunk)
 
     def reads_prefix(self, sequence: Sequence) -> bool:

@@ -32,12 +32,15 @@ def _shifted(x_X: torch.Tensor, bits: int) -> torch.Tensor:
     return (x_X >> bits) & ((1 << (BITS - bits)) - 1)
 
 
-def uniform(seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int) -> torch.Tensor:
-    """Numbers of [0, 1), FP64, for int64 seeds and positions that broadcast.
+def uniform(
+    seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int | torch.Tensor
+) -> torch.Tensor:
+    """Numbers of [0, 1), FP64, for int64 seeds, positions and streams that broadcast.
 
     Those of PLAIN are the ones that tokens are drawn with where nothing is drafted.
     """
-    x_X = seed_X * _signed(SEED) + (position_X + 1) * _signed(POSITION) + _signed(stream * STREAM)
+    x_X = seed_X * _signed(SEED) + (position_X + 1) * _signed(POSITION)
+    x_X = x_X + (_signed(stream * STREAM) if isinstance(stream, int) else stream * _signed(STREAM))
     for _ in range(2):
         x_X = x_X + _signed(SEED)
         x_X = (x_X ^ _shifted(x_X, 30)) * _signed(FIRST)

@@ -1,0 +1,282 @@
+"""Steps with drafts: rows -> the target -> which drafts stand -> drafts for the next step.
+
+Where a sequence stands and what was drafted for it only the device knows, so the host sends how
+many rows each sequence has at least, and the rows themselves are laid out on the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from limelight.models.batch import Batch, Paged
+from limelight.models.loader import Model
+from limelight.models.taps import Taps
+from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.trim import packed_starts, split
+from limelight.ops.verify import NOTHING, Cuts, Verified, packed_rows, verify, verify_greedy
+from limelight.runner.drafter import Drafter
+from limelight.runner.inputs import DraftedTensors, PassTensors, StepInputs, fill, lay_out
+from limelight.runner.launched import (
+    DraftedLaunch,
+    Judged,
+    Stopwatch,
+    end_of_launch,
+    on_its_way,
+)
+from limelight.runner.sampler import Sampler
+from limelight.runner.verifier import Offer, Verifier
+from limelight.types import Grant, StepPlan, Trim
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What the host knows of a step: how many rows and rows of logits, who comes first, bounds of
+    queries and tokens, and which parts of the work nobody needs."""
+
+    rows: int
+    picks: int
+    few: int
+    bounds: tuple[int, int]
+    trims: bool
+    greedy: bool
+    cuts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """T rows of B sequences as the target takes them."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_GT: torch.Tensor
+    firsts_B: torch.Tensor  # the position of each sequence's first row
+    seq_lens_B: torch.Tensor
+    starts_B: torch.Tensor
+    kept_B: torch.Tensor  # drafts among its rows
+    picked_R: torch.Tensor | None  # the rows that need logits; None: all
+    picked_starts_B: torch.Tensor
+
+
+class DraftedSteps:
+    """Makes steps of a target and its drafter; the runner has admitted who takes part."""
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter,
+        sampler: Sampler,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ):
+        self.model, self.drafter, self.sampler = model, drafter, sampler
+        self.verifier = Verifier(sampler)
+        self.storage, self.tables = drafter.storage, drafter.tables
+        self.device = self.storage.pool.device
+        most = max(max_num_batched_tokens, max_num_seqs)
+        self.inputs = StepInputs(
+            DraftedTensors, (most, most, drafter.num_drafts),
+            groups=len(self.storage.groups), device=self.device,
+        )  # fmt: skip
+        self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
+
+    def launch(
+        self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]
+    ) -> tuple[DraftedLaunch, torch.Tensor]:
+        """Start a step of `grants`, those with few queries first; also the hidden states of its
+        rows. `known` are the tokens of each slot that the host knows."""
+        extent = self._extent(plan, grants)
+        tensors = self._send(plan.trim, grants, extent, known)
+        launched = DraftedLaunch(plan, grants)
+        watch = Stopwatch(
+            self.device, extent.rows, sum(grant.start + grant.num_tokens for grant in grants)
+        )
+        hidden_TD, logits_RV, rows = self.run(tensors, extent)
+        sampling = [grant for grant in grants if grant.samples]
+        if sampling and all(self.sampler.rules[g.slot].verified_on_device for g in sampling):
+            launched.judged = self.judge(logits_RV, rows, tensors, extent).on_its_way()
+        else:
+            self._judge_by_rules(launched, logits_RV, rows, tensors)
+        watch.mark()
+        if plan.drafts and sampling:
+            launched.odds_PN = on_its_way(self._draft(sampling))
+            watch.drafted(len(sampling))
+        launched.times = watch
+        launched.done = end_of_launch(self.device)
+        return launched, hidden_TD
+
+    def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
+        offered = sum(grant.num_drafts for grant in grants)
+        kept = offered if plan.trim is None else min(plan.trim.budget, offered)
+        rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        return Extent(
+            rows=sum(grant.num_tokens for grant in grants) - offered + kept,
+            picks=len(rules) + kept,
+            few=sum(grant.num_tokens <= FEW_QUERIES for grant in grants),
+            bounds=(
+                max(grant.num_tokens for grant in grants),
+                # What is under way may stand wholly.
+                max(g.start + g.num_tokens for g in grants) + self.drafter.num_drafts,
+            ),
+            trims=kept < offered,
+            greedy=all(rule.greedy for rule in rules),
+            cuts=any(rule.truncated for rule in rules),
+        )
+
+    def _send(
+        self,
+        trim: Trim | None,
+        grants: list[Grant],
+        extent: Extent,
+        known: Mapping[int, list[int]],
+    ) -> DraftedTensors:
+        """A step's inputs on the device; what there is beyond the grants is padding."""
+        size = (extent.rows, len(grants), self.drafter.num_drafts)
+        to = self.inputs.stage(size).arrays
+        nobody = self.tables.nobody
+        bases = [grant.num_tokens - grant.num_drafts for grant in grants]
+        codes: list[int] = []
+        firsts = []
+        for grant, base in zip(grants, bases, strict=True):
+            ids = known[grant.slot][grant.start : grant.start + base]
+            firsts.append(grant.start if ids else -1)
+            codes += ids
+        # Sequences whose tokens are not known come first.
+        to["tokens_T"][:] = -1
+        if codes:
+            to["tokens_T"][extent.rows - len(codes) :] = codes
+        params = [self.sampler.rules[grant.slot].request.params for grant in grants]
+        seeds = [self.sampler.rules[grant.slot].request.seed for grant in grants]
+        vocab_size = self.sampler.vocab_size
+        for name, values, rest in (
+            ("rows_B", [grant.slot for grant in grants], nobody),
+            ("bases_B", bases, 1),
+            ("offered_B", [grant.num_drafts for grant in grants], 0),
+            ("firsts_B", firsts, 0),
+            ("samples_B", [int(grant.samples) for grant in grants], 0),
+            ("seeds_B", seeds, 0),
+            ("temperature_B", [p.temperature for p in params], 0.0),
+            ("top_k_B", [p.top_k if p.top_k > 0 else vocab_size for p in params], vocab_size),
+            ("top_p_B", [p.top_p for p in params], 1.0),
+            ("min_p_B", [p.min_p for p in params], 0.0),
+        ):
+            fill(to[name], values, rest)
+        to["budget_1"][:] = 0 if trim is None else trim.budget
+        if trim is not None:
+            to["trim_M"][:] = [trim.slope, *trim.intercepts]
+        return self.inputs.send(size)
+
+    def _judge_by_rules(
+        self,
+        launched: DraftedLaunch,
+        logits_RV: torch.Tensor,
+        rows: Rows,
+        tensors: DraftedTensors,
+    ) -> None:
+        """As `judge`, where the host has to be asked; also where no one has a next token."""
+        rows_B = tensors.rows_B.long()
+        kept, starts = rows.kept_B.tolist(), rows.picked_starts_B.tolist()
+        positions = (rows.firsts_B + tensors.bases_B).tolist()
+        drafts = self.drafter.tokens_SN[rows_B].tolist()
+        members = [b for b, grant in enumerate(launched.order) if grant.samples]
+        if members:
+            offers = [
+                Offer(launched.order[b].slot, starts[b], drafts[b][: kept[b]], positions[b])
+                for b in members
+            ]
+            proposals = self.drafter.proposals(rows_B[members])
+            launched.runs = self.verifier.judge(logits_RV, offers, proposals)
+        for b, grant in enumerate(launched.order):
+            run = launched.runs.get(grant.slot)
+            if run is not None and run.token_ids:
+                positions[b] += run.accepted
+                self.drafter.last_tokens_S[grant.slot] = run.token_ids[-1]
+        lengths_B = torch.tensor(positions, dtype=torch.int32, device=self.device)
+        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B)
+
+    def _draft(self, sampling: list[Grant]) -> torch.Tensor:
+        """New drafts for these; their log odds."""
+        to = self.passes.stage((len(sampling),)).arrays
+        requests = [self.sampler.rules[grant.slot].request for grant in sampling]
+        fill(to["rows_B"], [grant.slot for grant in sampling], self.tables.nobody)
+        fill(to["seeds_B"], [request.seed for request in requests], 0)
+        fill(to["temperature_B"], [request.params.temperature for request in requests], 0.0)
+        tensors = self.passes.send((len(sampling),))
+        return self.drafter.draft(tensors.rows_B, tensors.seeds_B, tensors.temperature_B)
+
+    def run(
+        self, tensors: DraftedTensors, extent: Extent
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """The target over a step's rows, whose keys and values the drafter's cache gets too: hidden
+        states, logits where they are needed, and the rows."""
+        rows = self._lay_rows(tensors, extent)
+        layouts = lay_out(
+            self.tables, self.storage,
+            rows_B=tensors.rows_B, seq_lens_B=rows.seq_lens_B, starts_B=rows.starts_B,
+            slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
+        )  # fmt: skip
+        first = self.drafter.first
+        paged = Paged(layouts, self.storage.group_of_layer[:first], self.storage.caches[:first])
+        taps = Taps(self.drafter.model.config.taps)
+        hidden_TD = self.model(rows.tokens_T, Batch(rows.positions_T, paged), taps)
+        self.drafter.fill(taps.joined(), rows.positions_T, self.drafter.paged(layouts))
+        picked = rows.picked_R
+        logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
+        return hidden_TD, logits_RV, rows
+
+    def judge(
+        self, logits_RV: torch.Tensor, rows: Rows, tensors: DraftedTensors, extent: Extent
+    ) -> Judged:
+        """Which drafts stand by the logits alone, and where each sequence then stands."""
+        rows_B = tensors.rows_B.long()
+        drafts_BN = self.drafter.tokens_SN[rows_B]
+        if extent.greedy:
+            verified = verify_greedy(logits_RV, rows.picked_starts_B, drafts_BN)
+        else:
+            cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
+            verified = verify(
+                logits_RV, rows.picked_starts_B, drafts_BN, tensors.temperature_B,
+                tensors.seeds_B, rows.firsts_B + tensors.bases_B,
+                proposals=self.drafter.proposals(rows_B), cuts=cuts if extent.cuts else None,
+            )  # fmt: skip
+        self._stand(rows_B, rows, tensors, verified)
+        return Judged(verified.tokens_BQ, verified.accepted_B, rows.kept_B, verified.best_B)
+
+    def _stand(
+        self, rows_B: torch.Tensor, rows: Rows, tensors: DraftedTensors, verified: Verified
+    ) -> None:
+        lengths_B = rows.firsts_B + tensors.bases_B + verified.accepted_B
+        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B.int())
+        last_tokens_S = self.drafter.last_tokens_S
+        last_B = verified.tokens_BQ.gather(1, verified.accepted_B[:, None])[:, 0]
+        last_B = torch.where(last_B == NOTHING, last_tokens_S[rows_B], last_B)
+        last_tokens_S.index_copy_(0, rows_B, last_B)
+
+    def _lay_rows(self, tensors: DraftedTensors, extent: Extent) -> Rows:
+        drafter, rows_B = self.drafter, tensors.rows_B.long()
+        kept_B = tensors.offered_B.long()
+        if extent.trims:
+            kept_B = split(drafter.survival(rows_B, tensors.trim_M), kept_B, tensors.budget_1)
+        counts_B = tensors.bases_B + kept_B
+        # Padding has a row each, as long as there are rows.
+        starts_B = packed_starts(counts_B).clamp(max=extent.rows)
+        sequence_T, place_T = packed_rows(starts_B, extent.rows)
+        slot_T, given_B = rows_B[sequence_T], tensors.firsts_B
+        firsts_B = torch.where(given_B >= 0, given_B, drafter.lengths_S[rows_B])
+        positions_T = firsts_B[sequence_T] + place_T
+        drafted_T = drafter.tokens_SN[slot_T, (place_T - 1).clamp(0, drafter.num_drafts - 1)]
+        known_T = torch.where(place_T == 0, drafter.last_tokens_S[slot_T], drafted_T)
+        tokens_T = torch.where(tensors.tokens_T >= 0, tensors.tokens_T, known_T.clamp(min=0))
+        real_B = rows_B < self.tables.nobody
+        slots_GT = torch.where(real_B[sequence_T], drafter.slots(slot_T, positions_T), -1)
+        seq_lens_B = torch.where(real_B, firsts_B + counts_B, 0).int()
+        picked_R, picked_starts_B = None, starts_B
+        if extent.picks < extent.rows:
+            picked_starts_B = packed_starts(tensors.samples_B * (1 + kept_B))
+            sequence_R, place_R = packed_rows(picked_starts_B, extent.picks)
+            picked_R = starts_B[sequence_R + 1] - 1 - kept_B[sequence_R] + place_R
+        return Rows(
+            tokens_T, positions_T, slots_GT, firsts_B, seq_lens_B, starts_B, kept_B,
+            picked_R, picked_starts_B,
+        )  # fmt: skip
