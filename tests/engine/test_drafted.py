@@ -1,8 +1,8 @@
 """With drafts a request gets what it gets without, whatever is drafted (FP32 on a CPU)."""
 
 import pytest
-from drafted import config_json, inject, knowing, start_drafted, write_drafter
-from tiny import VOCAB, prompts, request, run, start, write_checkpoint
+from drafted import inject, knowing, start_drafted, write_drafter
+from tiny import prompts, request, run, start, write_checkpoint
 
 
 @pytest.fixture(scope="module", params=["flint", "beam"])
