@@ -15,7 +15,9 @@ from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.trim import packed_starts, split
 from limelight.ops.verify import NOTHING, Cuts, Verified, packed_rows, verify, verify_greedy
+from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
+from limelight.runner.graphs import Graphs, graph_sizes
 from limelight.runner.inputs import DraftedTensors, PassTensors, StepInputs, fill, lay_out
 from limelight.runner.launched import (
     DraftedLaunch,
@@ -28,14 +30,20 @@ from limelight.runner.sampler import Sampler
 from limelight.runner.verifier import Offer, Verifier
 from limelight.types import Grant, StepPlan, Trim
 
+# Above so many rows a step takes so long that a graph gains nothing.
+MOST_ROWS_OF_A_GRAPH = 1024
+# Graphs are no further apart, so a step has fewer rows of padding.
+MOST_PADDING = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What the host knows of a step: how many rows and rows of logits, who comes first, bounds of
-    queries and tokens, and which parts of the work nobody needs."""
+    """What the host knows of a step: how many rows and rows of logits, how many sequences in all
+    and first with few queries, bounds of queries and tokens, and which work nobody needs."""
 
     rows: int
     picks: int
+    seqs: int
     few: int
     bounds: tuple[int, int]
     trims: bool
@@ -80,6 +88,34 @@ class DraftedSteps:
             groups=len(self.storage.groups), device=self.device,
         )  # fmt: skip
         self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.graphs: Graphs[DraftedTensors, Judged] | None = None
+        self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
+
+    def capture(self, progress: Progress) -> None:
+        """Make graphs of the steps in which all decode, and of the passes of the drafter."""
+        most = self.max_num_seqs * (1 + self.drafter.num_drafts)
+        most = min(most, MOST_ROWS_OF_A_GRAPH, self.max_num_batched_tokens)
+        self.graphs = Graphs(
+            self._step, lambda rows: self._send(None, [], self._extent_of_graph(rows), {}),
+            graph_sizes(most), progress, name="graphs of steps",
+        )  # fmt: skip
+        self.pass_graphs = Graphs(
+            self._pass, lambda count: self._send_pass([], count),
+            graph_sizes(self.max_num_seqs), progress, name="graphs of drafts",
+        )  # fmt: skip
+
+    def _extent_of_graph(self, rows: int) -> Extent:
+        """All that a graph of so many rows must be ready for."""
+        seqs = min(rows, self.max_num_seqs + MOST_PADDING)
+        bounds = (1 + self.drafter.num_drafts, self.drafter.max_model_len)
+        return Extent(rows, rows, seqs, seqs, bounds, trims=True, greedy=False, cuts=True)
+
+    def _step(self, tensors: DraftedTensors) -> Judged:
+        """A step that decodes, all on the device."""
+        extent = self._extent_of_graph(len(tensors.tokens_T))
+        _, logits_RV, rows = self.run(tensors, extent)
+        return self.judge(logits_RV, rows, tensors, extent)
 
     def launch(
         self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]
@@ -87,24 +123,40 @@ class DraftedSteps:
         """Start a step of `grants`, those with few queries first; also the hidden states of its
         rows. `known` are the tokens of each slot that the host knows."""
         extent = self._extent(plan, grants)
-        tensors = self._send(plan.trim, grants, extent, known)
         launched = DraftedLaunch(plan, grants)
-        watch = Stopwatch(
-            self.device, extent.rows, sum(grant.start + grant.num_tokens for grant in grants)
-        )
-        hidden_TD, logits_RV, rows = self.run(tensors, extent)
-        sampling = [grant for grant in grants if grant.samples]
-        if sampling and all(self.sampler.rules[g.slot].verified_on_device for g in sampling):
-            launched.judged = self.judge(logits_RV, rows, tensors, extent).on_its_way()
-        else:
-            self._judge_by_rules(launched, logits_RV, rows, tensors)
+        context = sum(grant.start + grant.num_tokens for grant in grants)
+        watch = Stopwatch(self.device, extent.rows, context)
+        hidden_TD = self._verify(launched, extent, known)
         watch.mark()
+        sampling = [grant for grant in grants if grant.samples]
         if plan.drafts and sampling:
             launched.odds_PN = on_its_way(self._draft(sampling))
             watch.drafted(len(sampling))
         launched.times = watch
         launched.done = end_of_launch(self.device)
         return launched, hidden_TD
+
+    def _verify(
+        self, launched: DraftedLaunch, extent: Extent, known: Mapping[int, list[int]]
+    ) -> torch.Tensor:
+        """The target's part of a step; the hidden states, of no rows where a graph kept them."""
+        grants, trim = launched.order, launched.plan.trim
+        rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        on_device = bool(rules) and all(rule.verified_on_device for rule in rules)
+        size = None
+        if self.graphs is not None and on_device and extent.picks == extent.rows:
+            size = self.graphs.size_for(extent.rows)
+        if self.graphs is not None and size is not None:
+            self._send(trim, grants, self._extent_of_graph(size), known)
+            launched.judged = self.graphs.replay(size).on_its_way()
+            return self.drafter.scores_SNK.new_empty(0)
+        tensors = self._send(trim, grants, extent, known)
+        hidden_TD, logits_RV, rows = self.run(tensors, extent)
+        if on_device:
+            launched.judged = self.judge(logits_RV, rows, tensors, extent).on_its_way()
+        else:
+            self._judge_by_rules(launched, logits_RV, rows, tensors)
+        return hidden_TD
 
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
         offered = sum(grant.num_drafts for grant in grants)
@@ -113,6 +165,7 @@ class DraftedSteps:
         return Extent(
             rows=sum(grant.num_tokens for grant in grants) - offered + kept,
             picks=len(rules) + kept,
+            seqs=len(grants),
             few=sum(grant.num_tokens <= FEW_QUERIES for grant in grants),
             bounds=(
                 max(grant.num_tokens for grant in grants),
@@ -132,7 +185,7 @@ class DraftedSteps:
         known: Mapping[int, list[int]],
     ) -> DraftedTensors:
         """A step's inputs on the device; what there is beyond the grants is padding."""
-        size = (extent.rows, len(grants), self.drafter.num_drafts)
+        size = (extent.rows, extent.seqs, self.drafter.num_drafts)
         to = self.inputs.stage(size).arrays
         nobody = self.tables.nobody
         bases = [grant.num_tokens - grant.num_drafts for grant in grants]
@@ -162,9 +215,8 @@ class DraftedSteps:
             ("min_p_B", [p.min_p for p in params], 0.0),
         ):
             fill(to[name], values, rest)
-        to["budget_1"][:] = 0 if trim is None else trim.budget
-        if trim is not None:
-            to["trim_M"][:] = [trim.slope, *trim.intercepts]
+        to["budget_1"][:] = extent.rows if trim is None else trim.budget
+        to["trim_M"][:] = 0.0 if trim is None else [trim.slope, *trim.intercepts]
         return self.inputs.send(size)
 
     def _judge_by_rules(
@@ -197,13 +249,22 @@ class DraftedSteps:
 
     def _draft(self, sampling: list[Grant]) -> torch.Tensor:
         """New drafts for these; their log odds."""
-        to = self.passes.stage((len(sampling),)).arrays
+        graphs = self.pass_graphs
+        if graphs is None or (size := graphs.size_for(len(sampling))) is None:
+            return self._pass(self._send_pass(sampling, len(sampling)))
+        self._send_pass(sampling, size)
+        return graphs.replay(size)[: len(sampling)]
+
+    def _pass(self, tensors: PassTensors) -> torch.Tensor:
+        return self.drafter.draft(tensors.rows_B, tensors.seeds_B, tensors.temperature_B)
+
+    def _send_pass(self, sampling: list[Grant], size: int) -> PassTensors:
+        to = self.passes.stage((size,)).arrays
         requests = [self.sampler.rules[grant.slot].request for grant in sampling]
         fill(to["rows_B"], [grant.slot for grant in sampling], self.tables.nobody)
         fill(to["seeds_B"], [request.seed for request in requests], 0)
         fill(to["temperature_B"], [request.params.temperature for request in requests], 0.0)
-        tensors = self.passes.send((len(sampling),))
-        return self.drafter.draft(tensors.rows_B, tensors.seeds_B, tensors.temperature_B)
+        return self.passes.send((size,))
 
     def run(
         self, tensors: DraftedTensors, extent: Extent
@@ -215,6 +276,7 @@ class DraftedSteps:
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=rows.seq_lens_B, starts_B=rows.starts_B,
             slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
+            busy=-(-extent.rows // extent.bounds[0]),
         )  # fmt: skip
         first = self.drafter.first
         paged = Paged(layouts, self.storage.group_of_layer[:first], self.storage.caches[:first])

@@ -238,10 +238,12 @@ def lay_out(
     slots_GT: torch.Tensor,
     few: int,
     bounds: tuple[int, int],
+    busy: int | None = None,
 ) -> list[PagedLayout]:
     """For each group of layers, where the keys and values of a step are and go.
 
-    The first `few` sequences have few queries; `bounds` are the most queries and tokens.
+    The first `few` sequences have few queries; `bounds` are the most queries and tokens, and `busy`
+    sequences are likely to be no padding.
     """
     return [
         PagedLayout(
@@ -255,6 +257,7 @@ def lay_out(
             few=few,
             max_query=bounds[0],
             max_len=bounds[1],
+            busy=busy,
         )
         for g, group in enumerate(storage.groups)
     ]

@@ -17,7 +17,7 @@ from limelight.ops.sample import sample
 from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
-from limelight.runner.graphs import DecodeGraphs, graph_sizes
+from limelight.runner.graphs import Graphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, lay_out
 from limelight.runner.launched import DraftedLaunch, Launched, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Sampler, token_logprobs
@@ -75,7 +75,7 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
         )
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: Graphs[StepTensors, tuple[torch.Tensor, torch.Tensor]] | None = None
         self.drafted: DraftedSteps | None = None
         self.limits = {
             "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens
@@ -143,12 +143,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make decode steps graphs; the model must have run before."""
+        if self.drafted is not None:
+            self.drafted.capture(progress)
+            return
         sizes = graph_sizes(self.tables.nobody)
-        self.graphs = DecodeGraphs(self.decode, self._padding, sizes, progress)
+        self.graphs = Graphs(self.decode, self._padding, sizes, progress)
 
     @property
     def most_rows_of_a_graph(self) -> int:
-        return 0
+        """Of a step with drafts; 0 without graphs."""
+        graphs = None if self.drafted is None else self.drafted.graphs
+        return 0 if graphs is None else graphs.sizes[-1]
 
     def pretend(self, length: int) -> None:
         """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
