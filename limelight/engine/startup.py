@@ -333,7 +333,8 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
         request = Request(
             id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
         )
-        tables = [(0, [1] * (-(-(longest + 1) // plan.block.size)))] * len(plan.groups)
+        held = min(longest + 1 + plan.ahead, plan.max_model_len)
+        tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
         admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
         for prompt in prompts:
             grant = Grant(0, 0, prompt, tables, True)

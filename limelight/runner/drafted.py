@@ -14,7 +14,7 @@ from limelight.models.loader import Model
 from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.trim import packed_starts, split
-from limelight.ops.verify import NOTHING, Cuts, Verified, packed_rows, verify, verify_greedy
+from limelight.ops.verify import NOTHING, Cuts, Verified, packed_rows, verify_by, verify_greedy
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
@@ -297,10 +297,10 @@ class DraftedSteps:
             verified = verify_greedy(logits_RV, rows.picked_starts_B, drafts_BN)
         else:
             cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
-            verified = verify(
-                logits_RV, rows.picked_starts_B, drafts_BN, tensors.temperature_B,
-                tensors.seeds_B, rows.firsts_B + tensors.bases_B,
-                proposals=self.drafter.proposals(rows_B), cuts=cuts if extent.cuts else None,
+            verified = verify_by(
+                self.drafter.proposals(rows_B), logits_RV, rows.picked_starts_B, drafts_BN,
+                tensors.temperature_B, tensors.seeds_B, rows.firsts_B + tensors.bases_B,
+                cuts=cuts if extent.cuts else None,
             )  # fmt: skip
         self._stand(rows_B, rows, tensors, verified)
         return Judged(verified.tokens_BQ, verified.accepted_B, rows.kept_B, verified.best_B)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from limelight.ops.verify import NOTHING, Cuts, Proposals, Verified, verify, verify_greedy
+from limelight.ops.verify import NOTHING, Cuts, Proposals, Verified, verify_by, verify_greedy
 from limelight.runner.sampler import Rules, Sampler, token_logprobs
 from limelight.types import SamplingParams, TokenLogprobs
 
@@ -106,12 +106,11 @@ class Verifier:
         if proposals is not None:
             proposals = Proposals(proposals.ids_BNK[:, :most], proposals.scores_BNK[:, :most])
         params = [rule.request.params for rule in rules]
-        return verify(
-            logits_RV, starts_B, drafts_BN,
+        return verify_by(
+            proposals, logits_RV, starts_B, drafts_BN,
             self.sampler.numbers([p.temperature for p in params]),
             self._integers([rule.request.seed for rule in rules]),
             self._integers([offer.position for offer in offers]),
-            proposals=proposals,
             cuts=self._cuts(params) if any(rule.truncated for rule in rules) else None,
         )  # fmt: skip
 

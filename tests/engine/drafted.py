@@ -29,7 +29,7 @@ def inject(engine: Engine, drafts: Drafts) -> None:
     """Let `drafts` say what is drafted, whatever the drafter thinks."""
     runner = engine.runner
     drafter = runner.drafted.drafter
-    draft = drafter.draft
+    draft = type(drafter).draft.__get__(drafter)
 
     def injected(rows_B, seeds_B, temperature_B):
         odds_BN = draft(rows_B, seeds_B, temperature_B)
