@@ -93,6 +93,7 @@ def dependent_launch_off() -> Iterator[None]:
 @contextmanager
 def norms_apart() -> Iterator[None]:
     """Within, the norms before projections and routers are kernels of their own."""
+    no_bias: dict[int, torch.Tensor] = {}  # made before the capture, so that no step fills it
 
     def project(h_TD, x_TD, norm_D, weight_ND, *, eps):
         h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
@@ -104,7 +105,9 @@ def norms_apart() -> Iterator[None]:
 
     def route(h_TD, x_TD, norm_D, router_ED, *, eps, count):
         h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
-        bias_E = router_ED.new_zeros(len(router_ED))
+        if len(router_ED) not in no_bias:
+            no_bias[len(router_ED)] = router_ED.new_zeros(len(router_ED))
+        bias_E = no_bias[len(router_ED)]
         return (
             h_TD,
             y_TD,
