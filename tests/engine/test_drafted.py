@@ -135,7 +135,7 @@ def test_a_small_cache_chunks_hits_and_preemptions_change_nothing(folder, drafte
     ]  # fmt: skip
     given_up = [request(heads[0][:50] + text, max_tokens=90) for text in prompts(*range(3, 8))]
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 40, "max_model_len": 200}
-    engine = start_drafted(folder, drafter, kv_cache_memory_bytes=900_000, **limits)
+    engine = start_drafted(folder, drafter, kv_cache_memory_bytes=800_000, **limits)
     engine.overlap = overlap
     for one in given_up:
         engine.add(one)
@@ -226,3 +226,39 @@ def test_drawn_drafts_follow_the_seed_alone(flint, drafter, overlap):
     again = [run(engine, [one])[0] for one in asked]
     assert [one.token_ids for one in again] == [one.token_ids for one in together]
     assert len({tuple(one.token_ids) for one in together}) == 8
+
+
+def test_the_first_end_in_the_order_of_positions_ends_the_answer(flint, drafter, overlap):
+    """What stands behind it in the same step is in no text, no log-probability and no count."""
+    (text,) = prompts(20)
+    plain = start(flint)
+    (whole,) = run(plain, [request(text, max_tokens=30)])
+    stop = whole.token_ids[5]
+    at = whole.token_ids.index(stop)
+    engine = start_drafted(flint, drafter)
+    engine.overlap = overlap
+    inject(engine, lambda request_id, made: whole.token_ids[made : made + 7])
+    for cap, reason in ((30, "stop"), (at + 1, "stop"), (at, "length"), (2, "length")):
+        asked = request(text, max_tokens=cap, stop_token_ids=[stop])
+        (answer,) = run(engine, [asked])
+        assert answer.token_ids == whole.token_ids[: min(cap, at + 1)]
+        assert len(answer.logprobs) == len(answer.token_ids)
+        assert answer.last.finish_reason == reason
+    ignoring = request(text, max_tokens=30, stop_token_ids=[stop], min_tokens=at + 3)
+    (answer,) = run(engine, [ignoring])
+    (expected,) = run(
+        plain, [request(text, max_tokens=30, stop_token_ids=[stop], min_tokens=at + 3)]
+    )
+    assert answer.token_ids == expected.token_ids and len(answer.token_ids) > at + 2
+
+
+def test_a_draft_that_loses_because_of_the_draft_before_it_is_refused(flint, drafter):
+    """(a, a) where the second a is best only as long as the first is not counted."""
+    (text,) = prompts(25)
+    params = {"frequency_penalty": 2.0, "logprobs": None, "max_tokens": 8}
+    (unpunished,) = run(start(flint), [request(text, max_tokens=1, logprobs=None)])
+    (expected,) = run(start(flint), [request(text, **params)])
+    engine = start_drafted(flint, drafter)
+    inject(engine, lambda request_id, made: unpunished.token_ids * 7)
+    (answer,) = run(engine, [request(text, **params)])
+    assert answer.token_ids == expected.token_ids
