@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from limelight.ops.attention import packed_attention, paged_attention
-from limelight.ops.block import block_attention, block_keys
+from limelight.ops.block import BlockLayout, block_attention
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 
@@ -109,7 +109,7 @@ class PagedBlocks:
     positions_T: torch.Tensor
     rows: int
     paged: Paged
-    _keys: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, bool], BlockLayout] = field(default_factory=dict)
 
     def attend(
         self,
@@ -126,10 +126,10 @@ class PagedBlocks:
         group = self.paged.group_of_layer[layer]
         layout = self.paged.layouts[group]
         assert layout.window == window
-        if (group, causal) not in self._keys:
-            positions_BQ = self.positions_T.unflatten(0, (-1, self.rows))
-            self._keys[group, causal] = block_keys(positions_BQ, layout, causal=causal)
+        if (group, causal) not in self._layouts:
+            blocks = BlockLayout(self.positions_T, self.rows, layout, causal)
+            self._layouts[group, causal] = blocks
         return block_attention(
-            qkv_TN, norm_2C, self.paged.caches[layer], layout.slots_T, self._keys[group, causal],
+            qkv_TN, norm_2C, self.paged.caches[layer], self._layouts[group, causal],
             heads=heads, scale=scale, turn=turn,
         ).flatten(1)  # fmt: skip

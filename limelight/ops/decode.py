@@ -17,7 +17,10 @@ how many there are, on the lengths that the device reads.
 The kernels begin before those ahead of them in the stream have ended. They rely on this: the
 tensors of a layout, and the keys and values of all tokens before a step's own, are complete before
 the step's first kernel begins (between steps a copy to the device, or the start of a graph, waits
-for everything before it). Only what this step's kernels make is waited for.
+for everything before it; torch's own kernels do, too, and are waited for, so they may make a
+layout). Only what this step's kernels make is waited for.
+
+A drafter's blocks are sequences of as many rows each, which may also see the rows behind them.
 """
 
 from dataclasses import dataclass
@@ -73,38 +76,45 @@ def _raw(row_R1, real_R1, t_R, cos, sin, C: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _cut(
-    seq_lens, starts, b, splits, least, SIZE: tl.constexpr,
+    seq_lens, starts, positions, b, splits, least, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of sequence b: its first query, queries, and length; the first key that any of its queries
-    sees, the end of those in the cache, and the tiles of keys a part; the parts with keys from the
-    cache, and all parts."""
-    start, length = tl.load(starts + b), tl.load(seq_lens + b)
-    queries = tl.load(starts + b + 1) - start
+    """Of sequence b: its first query, queries, and length; the position of the first query, the
+    first key that any of them sees, the end of those in the cache, and the tiles of keys a part;
+    the parts with keys from the cache, and all parts."""
+    length = tl.load(seq_lens + b)
+    if BLOCK is None:
+        start = tl.load(starts + b)
+        queries = tl.load(starts + b + 1) - start
+        at = length - queries
+    else:
+        # The last rows of a block may lie behind the longest length, and count as its last.
+        start, queries = b * BLOCK, tl.zeros_like(length) + BLOCK
+        at = tl.minimum(tl.load(positions + start).to(tl.int32), length)
     first = tl.zeros_like(length)
     if WINDOW is not None:
-        first = tl.maximum(length - queries - WINDOW + 1, 0)
-    cached = length
-    if FRESH:
-        cached = length - queries
+        first = tl.maximum(at - WINDOW + 1, 0)
+    cached = at if FRESH else length
     tiles = tl.cdiv(tl.maximum(cached - block_start(first, SIZE, KEYS), 0), KEYS)
     each = tl.maximum(tl.cdiv(tiles, splits), least)
     used = tl.cdiv(tiles, each)
     count = used + 1 if APART else tl.maximum(used, 1)
-    return start, queries, length, first, cached, each, used, count
+    return start, queries, length, at, first, cached, each, used, count
 
 
 # Numbers that differ from batch to batch must not be compiled in.
 @triton.jit(do_not_specialize=["table_stride", "splits", "least", "parts"])
 def _split_kernel(
-    q, pairs, scales, tables, rows, seq_lens, starts, slots, weight, cos, sin, ssmax, sums, stats,
-    sinks, gate, bias, out,
+    q, pairs, scales, tables, rows, seq_lens, starts, positions, slots, weight, cos, sin, ssmax,
+    sums, stats, sinks, gate, bias, out,
     q_stride, table_stride, half_stride, gate_stride, splits, least, parts, scale, eps,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr, NEW: tl.constexpr,
-    TURN: tl.constexpr, ROUND: tl.constexpr, SSMAX: tl.constexpr, WHOLE: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, TURN: tl.constexpr, ROUND: tl.constexpr,
+    SSMAX: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of a sequence's keys for queries of one KV head; grid (part and rows, K, B).
 
@@ -123,8 +133,8 @@ def _split_kernel(
     part, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
-    start, queries, length, first, cached, each, used, count = _cut(
-        seq_lens, starts, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART
+    start, queries, length, first_at, first, cached, each, used, count = _cut(
+        seq_lens, starts, positions, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART, BLOCK
     )
     some = (length > 0) & (tile * ROWS < queries * GROUP)
     old, new = some & (part < used), some & (part == count - 1) & FRESH
@@ -163,7 +173,9 @@ def _split_kernel(
     if WHOLE and SINKS:
         m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
     a_RC = empty_sums(ROWS, C, FP8)
-    position_R = length - queries + i
+    position_R = first_at + i
+    if BLOCK is not None:
+        position_R = tl.minimum(position_R, length - 1)
     if FRESH:
         q_RC = prepared(
             q_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC,
@@ -184,7 +196,7 @@ def _split_kernel(
             tl.store(to_EW + half_stride.to(tl.int64) * KV_HEADS, v_EW, mask=(slot_E >= 0)[:, None])
             m_R, l_R, a_RC = absorb(
                 q_RC, tl.trans(k_EW), v_EW, cached, length, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, NEW, False, FP8,
+                WINDOW, NEW, False, FP8, CAUSAL,
             )  # fmt: skip
     else:
         k_CL, v_LC = fetch(
@@ -193,7 +205,7 @@ def _split_kernel(
     if old:
         m_R, l_R, a_RC = absorb(
             q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale,
-            WINDOW, KEYS, False, FP8,
+            WINDOW, KEYS, False, FP8, CAUSAL,
         )  # fmt: skip
         slot_L = locate(table, begin + KEYS, end, SIZE, KEYS)
         for at in tl.range(begin + KEYS, end, KEYS):
@@ -204,7 +216,7 @@ def _split_kernel(
             slot_L = locate(table, at + KEYS, end, SIZE, KEYS)
             m_R, l_R, a_RC = absorb(
                 q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, KEYS, False, FP8,
+                WINDOW, KEYS, False, FP8, CAUSAL,
             )  # fmt: skip
     a_RC = joined(a_RC, v_scale, FP8)
     if WHOLE:
@@ -220,11 +232,12 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["splits", "least", "parts"])
 def _combine_kernel(
-    sums, stats, seq_lens, starts, sinks, gate, bias, out, gate_stride, splits, least, parts,
+    sums, stats, seq_lens, starts, positions, sinks, gate, bias, out, gate_stride, splits, least,
+    parts,
     HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one head of one query; grid (query, head and channels, B)."""
     if PDL:
@@ -237,8 +250,8 @@ def _combine_kernel(
     if GATE:
         bias_value = tl.load(bias + head).to(tl.float32)
     i, b = tl.program_id(0), tl.program_id(2)
-    start, queries, length, _first, _cached, _each, _used, count = _cut(
-        seq_lens, starts, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART
+    start, queries, length, _at, _first, _cached, _each, _used, count = _cut(
+        seq_lens, starts, positions, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART, BLOCK
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -307,6 +320,8 @@ FULL_FP8 = {
     256: Tile(64, 32, 8, stages=4),
     2**31: Tile(64, 8, 8, stages=4),
 }
+# Windows of more keys are cut as whole sequences are.
+NARROW = 1024
 # Rows of queries and heads in a program, at most; with many of them it takes more warps.
 MOST_ROWS = 128
 SUMS_OF_A_WARP = 2048
@@ -314,7 +329,8 @@ SUMS_OF_A_WARP = 2048
 
 def tile_of(pairs: int, *, window: int | None, fp8: bool) -> Tile:
     """The tile for this many pairs of a sequence and a KV head."""
-    tiles = WINDOW if window is not None else FULL_FP8 if fp8 else FULL
+    narrow = window is not None and window <= NARROW
+    tiles = WINDOW if narrow else FULL_FP8 if fp8 else FULL
     return by_size(tiles, pairs)
 
 
@@ -328,6 +344,18 @@ class Preparation:
     ssmax_T: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences of as many rows each, of which those at the end may share the last position.
+
+    Not `causal`: a row also sees those behind it, within the window.
+    """
+
+    each: int
+    positions_T: torch.Tensor
+    causal: bool
+
+
 def launch(
     q_TN: torch.Tensor,
     cache: LayerCache,
@@ -337,15 +365,18 @@ def launch(
     *,
     fresh: Preparation | None,
     scale: float,
+    blocks: Rows | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Attention of the `few` first sequences into `out_THC`.
 
-    Rows of `q_TN` are queries [H * C]; or [q | k | v | ...] that are to be prepared.
+    Rows of `q_TN` are queries [H * C]; or [q | k | v | ...] that are to be prepared. `blocks` tells
+    where they stand, instead of the layout's starts, in sequences that are drafts.
     """
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
-    queries = min(triton.next_power_of_2(layout.max_query), FEW_QUERIES)
+    most = layout.max_query if blocks is None else blocks.each
+    queries = min(triton.next_power_of_2(most), FEW_QUERIES)
     group, few = heads // kv_heads, layout.few
     rows = min(max(16, triton.next_power_of_2(group * queries)), MOST_ROWS)
     fp8 = cache.scales_2 is not None
@@ -365,21 +396,28 @@ def launch(
         weight_2C, turn, ssmax_T = fresh.weight_2C, fresh.turn, fresh.ssmax_T
         eps = fresh.heads.eps
         check_preparation(weight_2C, cache, turn, ssmax_T, heads=fresh.heads, tokens=len(out_THC))
+    positions_T = None
+    if blocks is not None:
+        positions_T = blocks.positions_T
+        assert fresh is not None and blocks.each <= FEW_QUERIES
+        assert len(positions_T) == len(q_TN) == few * blocks.each and positions_T.is_contiguous()
     pairs = kernel_view(cache)
     pieces, rounds = triton.cdiv(group * queries, rows), rounds_products(turn, q_TN)
     common = {
         "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
         "KEYS": tile.keys, "FRESH": fresh is not None, "APART": apart,
+        "BLOCK": None if blocks is None else blocks.each,
         **end.options, **pdl(q_TN),
     }  # fmt: skip
     _split_kernel[(parts * pieces, kv_heads, few)](
         q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
-        layout.starts_B, layout.slots_T, weight_2C, *angles(turn), ssmax_T, sums, stats,
-        *end.arguments, out_THC,
+        layout.starts_B, positions_T, layout.slots_T, weight_2C, *angles(turn), ssmax_T,
+        sums, stats, *end.arguments, out_THC,
         q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1), end.gate_stride,
         tile.splits, least, parts, scale * LOG2E.value, eps,
         GROUP=group, KV_HEADS=kv_heads, ROWS=rows, TILES=pieces,
-        NEW=max(16, queries), TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None,
+        NEW=max(16, queries), CAUSAL=blocks is None or blocks.causal, TURN=turn is not None,
+        ROUND=rounds, SSMAX=ssmax_T is not None,
         WHOLE=whole, num_warps=tile.warps if rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
         enable_fp_fusion=not rounds, **common,
     )  # fmt: skip
@@ -390,7 +428,7 @@ def launch(
     at_once = min(triton.next_power_of_2(parts), 256)
     channels = min(head_dim, max(SUMS_OF_A_WARP // at_once, 32))
     _combine_kernel[(queries, heads * head_dim // channels, few)](
-        sums, stats, layout.seq_lens_B, layout.starts_B, *end.arguments, out_THC,
+        sums, stats, layout.seq_lens_B, layout.starts_B, positions_T, *end.arguments, out_THC,
         end.gate_stride, tile.splits, least, parts, HEADS=heads,
         BLOCK_P=at_once, BLOCK_C=channels,
         num_warps=max(1, at_once * channels // SUMS_OF_A_WARP), **common,

@@ -123,6 +123,7 @@ def empty_sums(ROWS: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr):
 def absorb(
     q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FP8: tl.constexpr,
+    CAUSAL: tl.constexpr = True,
 ):  # fmt: skip
     """m, l and a after the keys from `at` on, of which the queries see some or `ALL`.
 
@@ -138,9 +139,14 @@ def absorb(
         s_RL = tl.dot(q_RC, k_CL.to(dtype), input_precision="ieee")
     if not ALL:
         key_L = at + tl.arange(0, KEYS)
-        seen_RL = (key_L < end)[None, :] & (key_L[None, :] <= position_R[:, None])
+        ahead_RL = key_L[None, :] - position_R[:, None]
+        seen_RL = tl.broadcast_to((key_L < end)[None, :], s_RL.shape)
+        if CAUSAL:
+            seen_RL = seen_RL & (ahead_RL <= 0)
         if WINDOW is not None:
-            seen_RL = seen_RL & (key_L[None, :] > position_R[:, None] - WINDOW)
+            seen_RL = seen_RL & (ahead_RL > -WINDOW)
+            if not CAUSAL:
+                seen_RL = seen_RL & (ahead_RL < WINDOW)
         s_RL = tl.where(seen_RL, s_RL, HIDDEN)
     new_R = tl.maximum(m_R, tl.max(s_RL, axis=1) * scale)
     p_RL = tl.exp2(s_RL * scale - new_R[:, None])

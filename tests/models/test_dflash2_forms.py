@@ -152,7 +152,7 @@ def test_a_pass_is_one_graph_that_waits_for_nothing():
     settings = {name: value.cuda() for name, value in SETTINGS.items()}
 
     def step():
-        return model.propose(anchors_B, replace(blocks, _keys={}), **settings)
+        return model.propose(anchors_B, replace(blocks, _layouts={}), **settings)
 
     eager = step()
     torch.cuda.synchronize()
