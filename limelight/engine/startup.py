@@ -38,7 +38,7 @@ from limelight.models.loader import (
     read_config,
 )
 from limelight.ops.fp4 import FP4
-from limelight.ops.paging import FP8, work_space
+from limelight.ops.paging import FEW_QUERIES, FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
@@ -58,6 +58,10 @@ KV_DTYPES = DTYPES | {"fp8": FP8, "fp8_e4m3": FP8}
 LEAST_FP8_HEAD = 32
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
+# Sequences that decode beside a prompt of WARM_PROMPT tokens: every regime of attention, whatever
+# the number of KV heads.
+WARM_DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WARM_PROMPT = 2 * FEW_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,22 +329,35 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
     kernel has been compiled.
     """
     longest = min(plan.chunk, plan.max_model_len - 1)
-    sizes = [longest, *WARM_SIZES] if runner.device.type == "cuda" else [512]
-    prompts = sorted({min(size, longest) for size in sizes}, reverse=True)
-    batches = [1, min(8, plan.max_num_seqs), plan.max_num_seqs]
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    with progress.phase("warming up", len(prompts) + len(batches)) as advance:
-        request = Request(
-            id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
-        )
-        tables = [(0, [1] * (-(-(longest + 1) // plan.block.size)))] * len(plan.groups)
-        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
-        for prompt in prompts:
-            grant = Grant(0, 0, prompt, tables, True)
-            runner.execute(StepPlan(admissions, [grant], drafts=True))
-            advance(1)
-        for batch in batches:
-            grants = [Grant(slot, longest, 1, tables, True) for slot in range(batch)]
-            runner.execute(StepPlan([], grants, drafts=True))
+    request = Request(
+        id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
+    )
+    admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+    steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
+    with progress.phase("warming up", len(steps)) as advance:
+        for grants in steps:
+            runner.execute(StepPlan(admissions, grants, drafts=True))
             advance(1)
     runner.forget()
+
+
+def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:
+    """Prompts of each size alone, from the `longest` down; then sequences that decode, and on a
+    GPU also beside a prompt: such steps have attention kernels of their own."""
+    held = min(longest + 1 + plan.ahead, plan.max_model_len)
+    tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
+
+    def decoding(count: int) -> list[Grant]:
+        return [Grant(slot, longest, 1, tables, True) for slot in range(count)]
+
+    sizes = {min(size, longest) for size in ([longest, *WARM_SIZES] if on_gpu else [512])}
+    steps = [[Grant(0, 0, size, tables, True)] for size in sorted(sizes, reverse=True)]
+    steps += [decoding(count) for count in (1, min(8, plan.max_num_seqs), plan.max_num_seqs)]
+    if on_gpu and longest > FEW_QUERIES:
+        room = min(plan.max_num_seqs - 1, plan.chunk - WARM_PROMPT)
+        prompt = min(WARM_PROMPT, longest)
+        for count in sorted({min(count, room) for count in WARM_DECODING}):
+            if count > 0:
+                steps.append([*decoding(count), Grant(count, 0, prompt, tables, True)])
+    return steps

@@ -1,6 +1,8 @@
 """Which drafts of each sequence stand, and the token behind them: exact for any drafter.
 
     greedy:   draft d stands while it is argmax p;  else the argmax comes instead
+    drawn:    d stands while it is the token that the sampler draws without drafts;  else that one
+              comes instead
     sampled:  d, drawn from q, stands if u * q(d) < p(d);  else a token of max(p - q, 0) comes
               instead;  behind the last draft comes one of p itself
 
@@ -8,6 +10,10 @@ p is the target's distribution under the sequence's temperature and cut-offs. q 
 K candidates' scores at the same temperature and 0 for every other token, or wholly the draft's own
 where the drafter takes the best. A draft that q cannot have given is refused without a look at p,
 and p itself is drawn from: since that holds for any p, nothing is lost.
+
+A drafter's best token stands with the chance p(d) both ways, but what is `drawn` is also, token by
+token, the text without drafts: how many were verified, and when, leaves no trace. A drafter that
+draws is accepted more often by the last way, with the chance sum_d min(p(d), q(d)).
 
 Here N is the most drafts of a sequence, Q = N + 1 tokens, K the candidates of a draft, and R all
 rows: 1 + n_b for each of B sequences, packed. Probabilities are FP32, what is compared and summed
@@ -19,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
-from limelight.ops.sample import GREEDY_BELOW, invert, truncate
+from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
 
 NOTHING = -1  # in the place of a draft or a token
 
@@ -116,6 +122,53 @@ def verify_by_odds(
     accepted_B = _prefix(drafts.real_BN & (u_BN < torch.sigmoid(odds_BN.double())))
     best_B, token_B = logits_RV[_at(drafts.rows_BQ, accepted_B)].max(dim=-1)
     return _verified(drafts, starts_B, accepted_B, token_B, best_B)
+
+
+def verify_drawn(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    cuts: Cuts | None = None,
+) -> Verified:
+    """By the sampler's own numbers; the arguments are those of `verify`."""
+    sequence_R, place_R = packed_rows(starts_B, len(logits_RV))
+    positions_R = position_B.long()[sequence_R] + place_R
+    uniform_R = uniform(seed_B[sequence_R], positions_R, stream=PLAIN).float()
+    temperature_R = temperature_B[sequence_R]
+    token_R, best_R = sample(logits_RV, temperature_R, uniform_R)
+    if cuts is not None:
+        token_R = _drawn_in_order(logits_RV, temperature_B, uniform_R, sequence_R, cuts, token_R)
+    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    accepted_B = _prefix(_matches(drafts, best_R, token_R))
+    last_B = _at(drafts.rows_BQ, accepted_B)
+    return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+
+
+def verify_by(proposals: Proposals | None, *arguments: torch.Tensor, cuts: Cuts | None) -> Verified:
+    """`verify` of drafts that were drawn, or `verify_drawn` where they are the drafter's best."""
+    if proposals is None:
+        return verify_drawn(*arguments, cuts=cuts)
+    return verify(*arguments, proposals=proposals, cuts=cuts)
+
+
+def _drawn_in_order(
+    logits_RV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    uniform_R: torch.Tensor,
+    sequence_R: torch.Tensor,
+    cuts: Cuts,
+    otherwise_R: torch.Tensor,
+) -> torch.Tensor:
+    """The tokens of rows with cut-offs, drawn as the sampler does: in falling order."""
+    warm_B = temperature_B >= GREEDY_BELOW
+    cut_B = (cuts.top_k_B < logits_RV.shape[1]) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
+    probs_RV, order_RV = _target(logits_RV, temperature_B, sequence_R, cuts)
+    drawn_R = _draw(probs_RV, order_RV, uniform_R)
+    return torch.where((cut_B & warm_B)[sequence_R], drawn_R, otherwise_R)
 
 
 def verify(

@@ -19,7 +19,7 @@ from limelight.ops.verify import (
     Cuts,
     Verified,
     packed_rows,
-    verify,
+    verify_by,
     verify_by_odds,
     verify_greedy,
 )
@@ -306,10 +306,10 @@ class DraftedSteps:
             verified = verify_greedy(logits_RV, rows.picked_starts_B, drafts_BN)
         else:
             cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
-            verified = verify(
-                logits_RV, rows.picked_starts_B, drafts_BN, tensors.temperature_B,
-                tensors.seeds_B, rows.firsts_B + tensors.bases_B,
-                proposals=self.drafter.proposals(rows_B), cuts=cuts if extent.cuts else None,
+            verified = verify_by(
+                self.drafter.proposals(rows_B), logits_RV, rows.picked_starts_B, drafts_BN,
+                tensors.temperature_B, tensors.seeds_B, rows.firsts_B + tensors.bases_B,
+                cuts=cuts if extent.cuts else None,
             )  # fmt: skip
         if (odds_BN := self.drafter.synthetic_odds(rows_B)) is not None:
             # Such steps are timed, so all that a real one does has been done as well.

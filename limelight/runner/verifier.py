@@ -13,7 +13,7 @@ from limelight.ops.verify import (
     Cuts,
     Proposals,
     Verified,
-    verify,
+    verify_by,
     verify_by_odds,
     verify_greedy,
 )
@@ -126,12 +126,11 @@ class Verifier:
         if proposals is not None:
             proposals = Proposals(proposals.ids_BNK[:, :most], proposals.scores_BNK[:, :most])
         params = [rule.request.params for rule in rules]
-        return verify(
-            logits_RV, starts_B, drafts_BN,
+        return verify_by(
+            proposals, logits_RV, starts_B, drafts_BN,
             self.sampler.numbers([p.temperature for p in params]),
             self._integers([rule.request.seed for rule in rules]),
             self._integers([offer.position for offer in offers]),
-            proposals=proposals,
             cuts=self._cuts(params) if any(rule.truncated for rule in rules) else None,
         )  # fmt: skip
 

@@ -8,7 +8,9 @@ import torch
 from drafters import config_json, write_drafter
 from tiny import start
 
+from limelight.checkpoint import locate
 from limelight.engine.engine import Engine
+from limelight.models.loader import read_config
 
 Drafts = Callable[[str, int], list[int]]  # of a request, behind so many tokens of its answer
 
@@ -29,7 +31,7 @@ def inject(engine: Engine, drafts: Drafts) -> None:
     """Let `drafts` say what is drafted, whatever the drafter thinks."""
     runner = engine.runner
     drafter = runner.drafted.drafter
-    draft = drafter.draft
+    draft = type(drafter).draft.__get__(drafter)
 
     def injected(rows_B, seeds_B, temperature_B):
         odds_BN = draft(rows_B, seeds_B, temperature_B)
@@ -59,4 +61,24 @@ def knowing(answers: dict[str, list[int]], *, right: float, seed: int = 0) -> Dr
     return drafts
 
 
-__all__ = ["config_json", "inject", "knowing", "start_drafted", "write_drafter"]
+def write_drafter_for(target: str, folder: Path) -> Path:
+    """A small random drafter of a bundled model."""
+    shape = read_config(locate(target))[1]
+    json_ = config_json(
+        drafting={"mask_token_id": 1, "final_logit_softcapping": None},
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
+        num_attention_heads=2 * shape.num_kv_heads, num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim, num_target_layers=shape.num_layers,
+    )  # fmt: skip
+    write_drafter(folder, json_)
+    return folder
+
+
+__all__ = [
+    "config_json",
+    "inject",
+    "knowing",
+    "start_drafted",
+    "write_drafter",
+    "write_drafter_for",
+]
