@@ -122,6 +122,7 @@ def start_drafting(
         return Drafting(AllDrafts(found.num_drafts), synthetic=synthetic)
     timing = Timing(runner, found.num_drafts, plan)
     verify_cost, draft_cost = timing.tables(progress)
+    logger.info("verifying takes (ms)\n%s\ndrafting takes (ms)\n%s", verify_cost, draft_cost)
     return Drafting(
         Speculation(
             num_drafts=found.num_drafts,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from limelight.ops.synthetic import SPREAD, SyntheticOdds, intercepts
+from limelight.ops.synthetic import PASS_SHARE, SPREAD, SyntheticOdds, intercepts
 from limelight.ops.verify import NOTHING, verify_by_odds
 
 RATES = [0.82, 0.66, 0.53, 0.42, 0.34, 0.28, 0.22]
@@ -62,12 +62,12 @@ def test_the_odds_are_those_of_what_comes_of_the_drafts():
         assert abs(float(chance_X.mean() - stood_X.mean())) < error
 
 
-def test_passes_differ_and_so_do_drafts_of_one_pass_by_half_of_the_spread_each():
+def test_passes_differ_and_drafts_of_one_pass_differ_more():
     odds_BN = make_odds().double() - torch.tensor(intercepts(RATES, SPREAD))
-    between = float(odds_BN.mean(dim=1).var()) - SPREAD**2 / 2 / len(RATES)
     within = float(odds_BN.var(dim=1).mean())
-    assert between == pytest.approx(SPREAD**2 / 2, rel=0.05)
-    assert within == pytest.approx(SPREAD**2 / 2, rel=0.05)
+    between = float(odds_BN.mean(dim=1).var()) - within / len(RATES)
+    assert between == pytest.approx(SPREAD**2 * PASS_SHARE, rel=0.05)
+    assert within == pytest.approx(SPREAD**2 * (1 - PASS_SHARE), rel=0.05)
     alike_BN = make_odds(spread=0.0, passes=5)
     assert alike_BN.eq(alike_BN[0]).all()
 
