@@ -29,6 +29,9 @@ REST_MARGIN, WORK_MARGIN, DOUBT = 0.005, 0.002, 1.0
 TRIAL_COST = 0.004  # share of the time that trials may take while the drafter rests
 TRIAL_EVERY = (8, 4096)  # steps between trials, at least and at most
 TRIAL_SHARE = 4  # one of so many sequences, or all places of one, are verified in a trial at least
+# While the same sequences go on, a decision holds for so many steps, and one of so many is timed: a
+# step of one sequence takes little longer than to decide about it.
+STEPS_OF_A_DECISION, STEPS_OF_A_TIME = 4, 4
 # Labels or passes before which the drafter does not rest, for nothing is known of it.
 WARM_LABELS, WARM_PASSES = 1024, 64
 
@@ -149,6 +152,8 @@ class Speculation:
         self.passes = 0
         self.counts = Counts(num_drafts)
         self._predicted = 0.0
+        self._decided: tuple[Load, Decision, int] | None = None  # and how often it served
+        self._times = 0
         self._last = (0, 0)  # budget and other rows
 
     @property
@@ -158,9 +163,26 @@ class Speculation:
 
     def choose(self, load: Load) -> Decision:
         """What a step does, by what is known before its drafts are."""
-        sequences = len(load.slots)
-        if sequences == 0:
+        if len(load.slots) == 0:
             return Decision(0, False)
+        self.counts.offered += sum(load.drafts)
+        decision = self._again(load) or self._decide(load)
+        self._last = (decision.budget, load.rows)
+        return decision
+
+    def _again(self, load: Load) -> Decision | None:
+        """The last decision, if it was about the same sequences, and nothing is being tried."""
+        if self._decided is None or self.resting or self.trial or not self.warm:
+            return None
+        before, decision, served = self._decided
+        same = (load.slots, load.drafts, load.rows) == (before.slots, before.drafts, before.rows)
+        if not same or served >= STEPS_OF_A_DECISION:
+            return None
+        self._decided = before, decision, served + 1
+        return decision
+
+    def _decide(self, load: Load) -> Decision:
+        sequences = len(load.slots)
         survival_HBN = self._recent(load.slots)
         drafting = self._pays(load, survival_HBN)
         cost = float(self.draft_cost.ms(sequences, 0)) if drafting else 0.0
@@ -170,9 +192,9 @@ class Speculation:
             # Whatever is thought of the drafts, some must be seen to know better.
             budget = max(budget, self._tried(gains, sequences))
         self.trial = drafting and self.resting
-        self._last = (budget, load.rows)
-        self.counts.offered += sum(load.drafts)
-        return Decision(budget, drafting)
+        decision = Decision(budget, drafting)
+        self._decided = load, decision, 1
+        return decision
 
     def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
         """The log odds of the drafts that a pass made, in the order of the passes."""
@@ -210,6 +232,9 @@ class Speculation:
 
     def timed(self, times: StepTimes) -> None:
         """Correct what steps are thought to take."""
+        self._times += 1
+        if self._times % STEPS_OF_A_TIME and self.warm:
+            return
         self.verify_cost.observe(times.rows, times.context, times.verify_ms)
         if times.draft_ms is not None:
             self.draft_cost.observe(times.sequences, 0, times.draft_ms)

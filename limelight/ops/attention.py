@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from limelight.ops import decode, op, prefill, rope
 from limelight.ops.activation import output_gate
-from limelight.ops.decode import End
+from limelight.ops.keys import End
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
 

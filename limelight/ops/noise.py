@@ -9,6 +9,10 @@ draft, its acceptance and the token drawn in its place are independent.
 from functools import lru_cache
 
 import torch
+import triton
+import triton.language as tl
+
+from limelight.ops import op, pdl
 
 # What a number is for. A position is drafted again by every pass that starts before it, so the
 # draft in row j of a pass has a stream of its own: DRAFT + j.
@@ -49,6 +53,64 @@ def uniform(
         x_X = (x_X ^ _shifted(x_X, 27)) * _signed(SECOND)
         x_X = x_X ^ _shifted(x_X, 31)
     return _shifted(x_X, 11).double() / (1 << 53)
+
+
+def draft_uniform_reference(
+    seed_B: torch.Tensor, position_B: torch.Tensor, *, drafts: int
+) -> torch.Tensor:
+    """The numbers of a pass over places `position_B` + 0, 1, ...: FP32 [B, N] of [0, 1]."""
+    numbers = [
+        uniform(seed_B, position_B.long() + j, stream=DRAFT + j).float() for j in range(drafts)
+    ]
+    return torch.stack(numbers, dim=1) if numbers else torch.empty(len(seed_B), 0)
+
+
+_SEED, _POSITION, _STREAM = (tl.constexpr(x) for x in (SEED, POSITION, STREAM))
+_FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND)
+_DRAFT = tl.constexpr(DRAFT)
+
+
+@triton.jit
+def number_of(seed, position, stream):
+    """For kernels: `uniform` of int64 seeds and positions, FP64 and the same to the bit."""
+    x = seed.to(tl.uint64) * _SEED + (position.to(tl.int64) + 1).to(tl.uint64) * _POSITION
+    x += stream.to(tl.uint64) * _STREAM
+    for _ in tl.static_range(2):
+        x += _SEED
+        x = (x ^ (x >> 30)) * _FIRST
+        x = (x ^ (x >> 27)) * _SECOND
+        x = x ^ (x >> 31)
+    return (x >> 11).to(tl.int64).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _draft_uniform_kernel(
+    seeds, positions, numbers, size, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, j = i // N, i % N
+    seed = tl.load(seeds + b, mask=i < size, other=0)
+    position = tl.load(positions + b, mask=i < size, other=0).to(tl.int64) + j
+    tl.store(numbers + i, number_of(seed, position, j + _DRAFT).to(tl.float32), mask=i < size)
+
+
+def _launch_draft_uniform(
+    seed_B: torch.Tensor, position_B: torch.Tensor, *, drafts: int
+) -> torch.Tensor:
+    assert seed_B.dtype == torch.int64 and position_B.shape == seed_B.shape
+    assert seed_B.is_contiguous() and position_B.is_contiguous()
+    numbers_BN = torch.empty(len(seed_B), drafts, dtype=torch.float32, device=seed_B.device)
+    if size := numbers_BN.numel():
+        _draft_uniform_kernel[(triton.cdiv(size, 128),)](
+            seed_B, position_B, numbers_BN, size, N=drafts, BLOCK=128, **pdl(seed_B)
+        )
+    return numbers_BN
+
+
+draft_uniform = op(reference=draft_uniform_reference, kernel=_launch_draft_uniform)
 
 
 # Where the host chooses, a step asks twice for each of its numbers.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import by_size, pdl, stages
-from limelight.ops.decode import (
+from limelight.ops.keys import (
     HIDDEN,
     LOG2E,
     End,

@@ -4,18 +4,19 @@
     token = the first v with p_0 + ... + p_v > uniform * (p_0 + ... + p_V)
 
 Below `GREEDY_BELOW` the temperature counts as 0: the first of the largest logits. The probabilities
-are FP32, their sums over the vocabulary FP64.
+are FP32, their sums over the vocabulary FP64. With cut-offs p is 0 for what they leave out, and the
+others keep the order of the vocabulary.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import op, pdl, pieces
 from limelight.ops.activation import softcap
+from limelight.ops.pieces import PIECE, Cuts, best_of, inverted, kept, logits_at, weight_of
 
 GREEDY_BELOW = 1e-5
-PIECE = 2048  # logits a program of the first kernel
 
 
 def sample_reference(
@@ -24,24 +25,45 @@ def sample_reference(
     uniform_R: torch.Tensor,
     *,
     cap: float | None = None,
+    cuts: Cuts | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, int64 [R], and the largest logit of each row, FP32 [R], NaN if one is NaN.
 
     `uniform_R` holds numbers of [0, 1]; with a NaN or without a finite logit the token means
-    nothing. `into` are tokens by slot, int64 [S], which also receive each row's, and the rows'
-    slots, int64 [R]; of rows with the same slot any may win.
+    nothing. Each row has cut-offs of its own. `into` are tokens by slot, int64 [S], which also
+    receive each row's, and the rows' slots, int64 [R]; of rows with the same slot any may win.
     """
     if cap is not None:
         logits_RV = softcap(logits_RV, cap=cap)
     best_R, token_R = logits_RV.max(dim=-1)
     rows = (temperature_R >= GREEDY_BELOW).nonzero()[:, 0]
     if len(rows):
-        scaled_RV = logits_RV[rows] / temperature_R[rows, None]
-        token_R[rows] = invert(torch.softmax(scaled_RV, dim=-1), uniform_R[rows])
+        own = None if cuts is None else Cuts(*(x_B[rows] for x_B in cuts.arguments))
+        token_R[rows] = invert(
+            probabilities(logits_RV[rows], temperature_R[rows], own), uniform_R[rows]
+        )
     if into is not None:
         into[0].index_copy_(0, into[1], token_R)
     return token_R, best_R
+
+
+def probabilities(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, cuts: Cuts | None
+) -> torch.Tensor:
+    """p of each row, FP32 [R, V]; with cut-offs of its own what they leave of it, up to a factor.
+
+    A temperature that counts as 0 is 1 here.
+    """
+    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)
+    probs_RV = torch.softmax(logits_RV / warmth_R[:, None], dim=-1)
+    if cuts is None:
+        return probs_RV
+    off_R = (cuts.top_k_B >= logits_RV.shape[1]) & (cuts.top_p_B >= 1) & (cuts.min_p_B <= 0)
+    order_RV = logits_RV.sort(dim=-1, descending=True, stable=True).indices
+    left_RV = truncate(probs_RV.gather(1, order_RV), *cuts.arguments)
+    left_RV = torch.empty_like(probs_RV).scatter_(1, order_RV, left_RV)
+    return torch.where(off_R[:, None], probs_RV, left_RV)
 
 
 def invert(probs_RV: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
@@ -64,75 +86,17 @@ def truncate(
     kept_RV = probs_RV >= probs_RV[:, :1] * min_p_R[:, None]
     kept_RV &= torch.arange(probs_RV.shape[1], device=probs_RV.device) < top_k_R[:, None]
     probs_RV = probs_RV * kept_RV
-    probs_RV = probs_RV / probs_RV.sum(dim=-1, keepdim=True)
-    before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    kept_RV = before_RV < top_p_R[:, None]
+    cumulated_RV = probs_RV.double().cumsum(dim=-1)
+    share_R1 = torch.where(top_p_R < 1, top_p_R.double(), 2.0)[:, None]
+    kept_RV = cumulated_RV - probs_RV < share_R1 * cumulated_RV[:, -1:]
     kept_RV[:, 0] = True
     return probs_RV * kept_RV
 
 
 @triton.jit
-def _piece(logits, row, piece, stride, V, cap, PIECE: tl.constexpr):
-    """The logits of one piece, under their cap; -inf behind the end."""
-    v = piece * PIECE + tl.arange(0, PIECE)
-    at = logits + row.to(tl.int64) * stride + v
-    z_V = tl.load(at, mask=v < V, other=float("-inf"))
-    if cap is not None:
-        shrunk_V = tl.exp(-2.0 * tl.abs(z_V / cap))
-        tanh_V = (1.0 - shrunk_V) / (1.0 + shrunk_V)
-        z_V = tl.where(v < V, tl.where(z_V < 0, -cap, cap) * tanh_V, float("-inf"))
-    return z_V
-
-
-@triton.jit
-def _best(z_V):
-    """The largest number, NaN if one is NaN, and its first index."""
-    bad_V = z_V != z_V
-    best, at = tl.max(tl.where(bad_V, float("-inf"), z_V), axis=0, return_indices=True)
-    return tl.where(tl.max(bad_V.to(tl.int32), axis=0) > 0, float("nan"), best), at
-
-
-@triton.jit
-def _pieces_kernel(
-    logits, temperature, piece_best, piece_at, piece_sum, stride, V, cap, greedy_below,
-    PIECE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Of one piece of a row: its best logit, where, and sum exp((z - best) / temperature).
-
-    A greedy row has no use for the sum.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row, piece = tl.program_id(0), tl.program_id(1)
-    z_V = _piece(logits, row, piece, stride, V, cap, PIECE)
-    best, at = _best(z_V)
-    to = row * tl.num_programs(1) + piece
-    tl.store(piece_best + to, best)
-    tl.store(piece_at + to, piece * PIECE + at)
-    warmth = tl.load(temperature + row).to(tl.float32)
-    if warmth >= greedy_below:
-        p_V = tl.where(z_V == float("-inf"), 0.0, tl.exp((z_V - best) / warmth))
-        tl.store(piece_sum + to, tl.sum(p_V.to(tl.float64), axis=0))
-
-
-@triton.jit
-def _inverted(weight_V, target):
-    """The first index whose cumulated weight passes the target, or else the last with a weight.
-
-    Also the weight before it.
-    """
-    v = tl.arange(0, weight_V.shape[0])
-    cumulated_V = tl.cumsum(weight_V, axis=0)
-    passed = tl.sum((cumulated_V <= target).to(tl.int32), axis=0)
-    chosen = tl.maximum(tl.minimum(passed, tl.max(tl.where(weight_V > 0, v, 0), axis=0)), 0)
-    return chosen, tl.sum(tl.where(v < chosen, weight_V, 0.0), axis=0)
-
-
-@triton.jit
 def _rows_kernel(
-    logits, temperature, uniform, piece_best, piece_at, piece_sum, token, best_R, last_tokens,
-    slots, stride, V, cap, greedy_below, pieces,
+    logits, temperature, uniform, min_p, piece_best, piece_at, piece_sum, cut_R, last_R, token,
+    best_R, last_tokens, slots, stride, V, cap, greedy_below, pieces,
     PIECES: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The token of one row: its piece by the pieces' sums, then itself within the piece."""
@@ -142,7 +106,7 @@ def _rows_kernel(
     row = tl.program_id(0)
     p = tl.arange(0, PIECES)
     best_P = tl.load(piece_best + row * pieces + p, mask=p < pieces, other=float("-inf"))
-    best, piece = _best(best_P)
+    best, piece = best_of(best_P, 0)
     chosen = tl.load(piece_at + row * pieces + piece)
     warmth = tl.load(temperature + row).to(tl.float32)
     if warmth >= greedy_below:
@@ -150,10 +114,17 @@ def _rows_kernel(
         # A piece without a finite logit has the sum 0.
         weight_P = tl.where(sum_P > 0, sum_P * tl.exp((best_P - best) / warmth).to(tl.float64), 0.0)
         target = tl.load(uniform + row).to(tl.float64) * tl.sum(weight_P, axis=0)
-        piece, before = _inverted(weight_P, target)
-        z_V = _piece(logits, row, piece, stride, V, cap, PIECE)
-        p_V = tl.where(z_V == float("-inf"), 0.0, tl.exp((z_V - best) / warmth)).to(tl.float64)
-        chosen = piece * PIECE + _inverted(p_V, target - before)[0]
+        piece, before = inverted(weight_P, target)
+        v = piece * PIECE + tl.arange(0, PIECE)
+        z_V = logits_at(logits, row, v, stride, V, cap)
+        p_V = weight_of(z_V, best, warmth)
+        if cut_R is not None:
+            cut, last = tl.load(cut_R + row), tl.load(last_R + row)
+            left_V = kept(z_V, v, best, warmth, cut, last, tl.load(min_p + row).to(tl.float32))
+            p_V = tl.where(left_V, p_V, 0.0)
+        # A sum in another order may end just above the target.
+        target = tl.maximum(target - before, 0.0)
+        chosen = piece * PIECE + inverted(p_V.to(tl.float64), target)[0]
     tl.store(best_R + row, best)
     chosen = tl.minimum(chosen, V - 1).to(tl.int64)
     tl.store(token + row, chosen)
@@ -167,32 +138,25 @@ def _launch_sample(
     uniform_R: torch.Tensor,
     *,
     cap: float | None = None,
+    cuts: Cuts | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vocabulary = logits_RV.shape
-    assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and vocabulary > 0
-    assert all(x_R.shape == (rows,) and x_R.is_contiguous() for x_R in (temperature_R, uniform_R))
+    assert uniform_R.shape == (rows,) and uniform_R.is_contiguous()
     last_tokens_S, slots_R = into or (None, None)
     if last_tokens_S is not None and slots_R is not None:
         assert last_tokens_S.dtype == slots_R.dtype == torch.int64 and slots_R.shape == (rows,)
         assert last_tokens_S.is_contiguous() and slots_R.is_contiguous()
-    pieces = triton.cdiv(vocabulary, PIECE)
-    device = logits_RV.device
-    piece_best_RP = torch.empty(rows, pieces, dtype=torch.float32, device=device)
-    piece_at_RP = torch.empty(rows, pieces, dtype=torch.int32, device=device)
-    piece_sum_RP = torch.empty(rows, pieces, dtype=torch.float64, device=device)
-    token_R = torch.empty(rows, dtype=torch.int64, device=device)
-    best_R = torch.empty(rows, dtype=torch.float32, device=device)
+    token_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    best_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
+    made = pieces.launch(logits_RV, temperature_R, greedy_below=GREEDY_BELOW, cap=cap, cuts=cuts)
     if rows:
-        parts = (piece_best_RP, piece_at_RP, piece_sum_RP)
-        shape = (logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW)
-        _pieces_kernel[(rows, pieces)](
-            logits_RV, temperature_R, *parts, *shape, PIECE=PIECE, num_warps=4, **pdl(logits_RV)
-        )
+        count = pieces.count_of(vocabulary)
         _rows_kernel[(rows,)](
-            logits_RV, temperature_R, uniform_R, *parts, token_R, best_R, last_tokens_S, slots_R,
-            *shape, pieces, PIECES=triton.next_power_of_2(pieces), PIECE=PIECE, num_warps=4,
-            **pdl(logits_RV),
+            logits_RV, temperature_R, uniform_R, None if cuts is None else cuts.min_p_B,
+            *made.arguments, token_R, best_R, last_tokens_S, slots_R,
+            logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, count,
+            PIECES=triton.next_power_of_2(count), PIECE=PIECE, num_warps=4, **pdl(logits_RV),
         )  # fmt: skip
     return token_R, best_R
 

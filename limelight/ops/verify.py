@@ -24,8 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from limelight.ops import judge, op, pieces
 from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
-from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
+from limelight.ops.pieces import Cuts as Cuts
+from limelight.ops.sample import GREEDY_BELOW, invert, probabilities, sample
 
 NOTHING = -1  # in the place of a draft or a token
 
@@ -39,20 +41,11 @@ class Proposals:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """Cut-offs of the target's distribution; off: the vocabulary's size, 1 and 0."""
-
-    top_k_B: torch.Tensor
-    top_p_B: torch.Tensor
-    min_p_B: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Verified:
     """`tokens_BQ` holds accepted + 1 tokens, then NOTHING; all NOTHING for a sequence without rows.
 
     `best_B` is the largest logit where the last of them stands: NaN if the logits there are not
-    numbers, -inf if none is allowed, and then that token means nothing.
+    numbers, -inf if none is allowed, and then that token means nothing; 0 without rows.
     """
 
     accepted_B: torch.Tensor  # int64
@@ -96,7 +89,7 @@ def packed_rows(starts_B: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, to
     return sequence_R, at_R - starts_B.long()[sequence_R]
 
 
-def verify_greedy(
+def verify_greedy_reference(
     logits_RV: torch.Tensor, starts_B: torch.Tensor, drafts_BN: torch.Tensor
 ) -> Verified:
     """Where every sequence takes the likeliest token."""
@@ -138,10 +131,8 @@ def verify_drawn(
     sequence_R, place_R = packed_rows(starts_B, len(logits_RV))
     positions_R = position_B.long()[sequence_R] + place_R
     uniform_R = uniform(seed_B[sequence_R], positions_R, stream=PLAIN).float()
-    temperature_R = temperature_B[sequence_R]
-    token_R, best_R = sample(logits_RV, temperature_R, uniform_R)
-    if cuts is not None:
-        token_R = _drawn_in_order(logits_RV, temperature_B, uniform_R, sequence_R, cuts, token_R)
+    cuts_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
+    token_R, best_R = sample(logits_RV, temperature_B[sequence_R], uniform_R, cuts=cuts_R)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
     accepted_B = _prefix(_matches(drafts, best_R, token_R))
     last_B = _at(drafts.rows_BQ, accepted_B)
@@ -155,23 +146,7 @@ def verify_by(proposals: Proposals | None, *arguments: torch.Tensor, cuts: Cuts 
     return verify(*arguments, proposals=proposals, cuts=cuts)
 
 
-def _drawn_in_order(
-    logits_RV: torch.Tensor,
-    temperature_B: torch.Tensor,
-    uniform_R: torch.Tensor,
-    sequence_R: torch.Tensor,
-    cuts: Cuts,
-    otherwise_R: torch.Tensor,
-) -> torch.Tensor:
-    """The tokens of rows with cut-offs, drawn as the sampler does: in falling order."""
-    warm_B = temperature_B >= GREEDY_BELOW
-    cut_B = (cuts.top_k_B < logits_RV.shape[1]) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
-    probs_RV, order_RV = _target(logits_RV, temperature_B, sequence_R, cuts)
-    drawn_R = _draw(probs_RV, order_RV, uniform_R)
-    return torch.where((cut_B & warm_B)[sequence_R], drawn_R, otherwise_R)
-
-
-def verify(
+def verify_reference(
     logits_RV: torch.Tensor,
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
@@ -186,13 +161,14 @@ def verify(
 
     Row i of sequence b is packed at `starts_B[b]` + i and stands for the token at `position_B[b]`
     + i, after i drafts. `starts_B` is [B + 1] and rises; drafts beyond a sequence's rows are not
-    looked at, and NOTHING is never accepted. Without proposals the drafter took its best. Where
-    nothing is drafted the token is the sampler's own.
+    looked at, nor rows behind the last sequence, and NOTHING is never accepted. Without proposals
+    the drafter took its best. Where nothing is drafted the token is the sampler's own.
     """
     best_R, token_R = logits_RV.max(dim=-1)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
     sequence_R, _ = packed_rows(starts_B, len(logits_RV))
-    probs_RV, order_RV = _target(logits_RV, temperature_B, sequence_R, cuts)
+    each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
+    probs_RV = probabilities(logits_RV, temperature_B[sequence_R], each_R)
     total_R = probs_RV.sum(dim=-1, dtype=torch.float64)
     candidates = _candidates(drafts, proposals, temperature_B, logits_RV.shape[1])
     at_BQ = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1] + 1, device=seed_B.device)
@@ -208,8 +184,7 @@ def verify(
         uniform(seed_B, _at(at_BQ, accepted_B), stream=use) for use in (RESIDUAL, PLAIN)
     )
     number_B = torch.where(refused_B, residual_B, plain_B).float()
-    drawn_B = _draw(weights_BV, None if order_RV is None else order_RV[last_B], number_B)
-    final_B = torch.where(greedy_B, token_R[last_B], drawn_B)
+    final_B = torch.where(greedy_B, token_R[last_B], invert(weights_BV, number_B))
     return _verified(drafts, starts_B, accepted_B, final_B, best_R[last_B])
 
 
@@ -254,33 +229,6 @@ def _at(of_BX: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     return of_BX.gather(1, index_B[:, None])[:, 0]
 
 
-def _target(
-    logits_RV: torch.Tensor,
-    temperature_B: torch.Tensor,
-    sequence_R: torch.Tensor,
-    cuts: Cuts | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """p of each row by token, up to a factor, and the order in which inversion takes the tokens.
-
-    As in the sampler, the order is the vocabulary's, but for a row with cut-offs, which is sorted.
-    """
-    temperature_R = temperature_B[sequence_R]
-    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)
-    scaled_RV = logits_RV / warmth_R[:, None]
-    probs_RV = torch.softmax(scaled_RV, dim=-1)
-    if cuts is None:
-        return probs_RV, None
-    vocabulary = logits_RV.shape[1]
-    cut_B = (cuts.top_k_B < vocabulary) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
-    cut_R1 = cut_B[sequence_R, None]
-    scaled_RV, order_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    each_R = (x_B[sequence_R] for x_B in (cuts.top_k_B, cuts.top_p_B, cuts.min_p_B))
-    sorted_RV = truncate(torch.softmax(scaled_RV, dim=-1), *each_R)
-    cut_RV = torch.empty_like(probs_RV).scatter_(1, order_RV, sorted_RV)
-    as_is_V = torch.arange(vocabulary, device=logits_RV.device)
-    return torch.where(cut_R1, cut_RV, probs_RV), torch.where(cut_R1, order_RV, as_is_V)
-
-
 def _candidates(
     drafts: _Drafts, proposals: Proposals | None, temperature_B: torch.Tensor, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,15 +267,6 @@ def _weights(
     return torch.where(left_B[:, None], residual_BV, weights_BV)
 
 
-def _draw(
-    weights_BV: torch.Tensor, order_BV: torch.Tensor | None, number_B: torch.Tensor
-) -> torch.Tensor:
-    if order_BV is None:
-        return invert(weights_BV, number_B)
-    index_B = invert(weights_BV.gather(1, order_BV), number_B)
-    return _at(order_BV, index_B)
-
-
 def _verified(
     drafts: _Drafts,
     starts_B: torch.Tensor,
@@ -340,5 +279,39 @@ def _verified(
     accepted_B1 = accepted_B[:, None]
     tokens_BQ = torch.where(at_Q < accepted_B1, ids_BQ, NOTHING)
     tokens_BQ = torch.where(at_Q == accepted_B1, final_B[:, None], tokens_BQ)
-    absent_B1 = (starts_B.diff() <= 0)[:, None]
-    return Verified(accepted_B, tokens_BQ.masked_fill(absent_B1, NOTHING), best_B)
+    absent_B = starts_B.diff() <= 0
+    tokens_BQ = tokens_BQ.masked_fill(absent_B[:, None], NOTHING)
+    return Verified(accepted_B, tokens_BQ, best_B.masked_fill(absent_B, 0.0))
+
+
+def _launch_verify_greedy(
+    logits_RV: torch.Tensor, starts_B: torch.Tensor, drafts_BN: torch.Tensor
+) -> Verified:
+    made = pieces.launch(logits_RV, None, greedy_below=GREEDY_BELOW, starts_B=starts_B)
+    return Verified(*judge.launch(logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW))
+
+
+def _launch_verify(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    proposals: Proposals | None = None,
+    cuts: Cuts | None = None,
+) -> Verified:
+    below = {"greedy_below": GREEDY_BELOW}
+    made = pieces.launch(logits_RV, temperature_B, starts_B=starts_B, cuts=cuts, **below)
+    drawn_from = None if proposals is None else (proposals.ids_BNK, proposals.scores_BNK)
+    return Verified(
+        *judge.launch(
+            logits_RV, starts_B, drafts_BN, made, sampling=(temperature_B, seed_B, position_B),
+            proposals=drawn_from, cuts=cuts, **below,
+        )
+    )  # fmt: skip
+
+
+verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_greedy)
+verify = op(reference=verify_reference, kernel=_launch_verify)

@@ -150,7 +150,7 @@ class DraftedSteps:
         """The target's part of a step; the hidden states, of no rows where a graph kept them."""
         grants, trim = launched.order, launched.plan.trim
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
-        on_device = bool(rules) and all(rule.verified_on_device for rule in rules)
+        on_device = bool(rules) and all(rule.on_device for rule in rules)
         size = None
         if self.graphs is not None and on_device and extent.picks == extent.rows:
             size = self.graphs.size_for(extent.rows)
@@ -207,22 +207,19 @@ class DraftedSteps:
         to["tokens_T"][:] = -1
         if codes:
             to["tokens_T"][extent.rows - len(codes) :] = codes
-        params = [self.sampler.rules[grant.slot].request.params for grant in grants]
-        seeds = [self.sampler.rules[grant.slot].request.seed for grant in grants]
-        vocab_size = self.sampler.vocab_size
+        rules = [self.sampler.rules[grant.slot] for grant in grants]
         for name, values, rest in (
             ("rows_B", [grant.slot for grant in grants], nobody),
             ("bases_B", bases, 1),
             ("offered_B", [grant.num_drafts for grant in grants], 0),
             ("firsts_B", firsts, 0),
             ("samples_B", [int(grant.samples) for grant in grants], 0),
-            ("seeds_B", seeds, 0),
-            ("temperature_B", [p.temperature for p in params], 0.0),
-            ("top_k_B", [p.top_k if p.top_k > 0 else vocab_size for p in params], vocab_size),
-            ("top_p_B", [p.top_p for p in params], 1.0),
-            ("min_p_B", [p.min_p for p in params], 0.0),
+            ("seeds_B", [rule.request.seed for rule in rules], 0),
+            ("temperature_B", [rule.request.params.temperature for rule in rules], 0.0),
         ):
             fill(to[name], values, rest)
+        for name, numbers, off in self.sampler.cut_offs(rules):
+            fill(to[f"{name}_B"], numbers, off)
         to["budget_1"][:] = extent.rows if trim is None else trim.budget
         to["trim_M"][:] = 0.0 if trim is None else [trim.slope, *trim.intercepts]
         return self.inputs.send(size)

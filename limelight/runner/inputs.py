@@ -56,6 +56,9 @@ class StepTensors(Packed):
     sample_slots_R: torch.Tensor
     temperature_R: torch.Tensor
     uniform_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    min_p_R: torch.Tensor
 
     @classmethod
     def shapes(cls, groups: int, size: Size) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -69,8 +72,9 @@ class StepTensors(Packed):
             (torch.int32, (seqs + 1,)),
             (torch.int64, (samples,)),
             (torch.int64, (samples,)),
-            (torch.float32, (samples,)),
-            (torch.float32, (samples,)),
+            *[(torch.float32, (samples,))] * 2,
+            (torch.int32, (samples,)),
+            *[(torch.float32, (samples,))] * 2,
         ]
 
 

@@ -13,6 +13,7 @@ from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.progress import Progress
@@ -132,7 +133,8 @@ class ModelRunner:
             return launched
         logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
         if on_device:
-            return launched.fetch(*self._draw(logits_RV, tensors))
+            cuts = any(rule.truncated for rule in rules)
+            return launched.fetch(*self._draw(logits_RV, tensors, cuts=cuts))
         positions = [grant.start + grant.num_tokens for grant in sampling]
         launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
         chosen = [choice.token_id for choice in launched.choices]
@@ -177,7 +179,8 @@ class ModelRunner:
     def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self.model.logits(self.model(tensors.tokens_T, batch)), tensors)
+        logits_RV = self.model.logits(self.model(tensors.tokens_T, batch))
+        return self._draw(logits_RV, tensors, cuts=True)
 
     def _padding(self, size: int) -> StepTensors:
         return self._send((size,) * 3, [], [])
@@ -234,6 +237,8 @@ class ModelRunner:
             for rule, grant in zip(rules, sampling, strict=True)
         ]
         fill(to["uniform_R"], numbers, 0.0)
+        for name, values, rest in self.sampler.cut_offs(rules):
+            fill(to[f"{name}_R"], values, rest)
 
     def _codes(self, grant: Grant) -> list[int]:
         """The ids of a grant's tokens, or the code of the last token of its slot."""
@@ -250,11 +255,13 @@ class ModelRunner:
         return self.model(tensors.tokens_T, self._batch(tensors, few=few, bounds=bounds))
 
     def _draw(
-        self, logits_RV: torch.Tensor, tensors: StepTensors
+        self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's token, kept as the last of its slot, and its best logit."""
         into = (self.last_tokens, tensors.sample_slots_R)
-        return sample(logits_RV, tensors.temperature_R, tensors.uniform_R, into=into)
+        numbers = (tensors.temperature_R, tensors.uniform_R)
+        cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
+        return sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
 
     def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from limelight.ops.noise import plain_uniform
-from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
+from limelight.ops.pieces import Cuts
+from limelight.ops.sample import GREEDY_BELOW, sample
 from limelight.runner.grammar import Guide, Masks
-from limelight.types import Request, SamplingParams, TokenLogprobs
+from limelight.types import Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
@@ -71,11 +72,6 @@ class Rules:
     @property
     def on_device(self) -> bool:
         """Whether the model's logits alone decide, so that the device can choose by itself."""
-        return self.verified_on_device and not self.truncated
-
-    @property
-    def verified_on_device(self) -> bool:
-        """The same where drafts are verified, which knows cut-offs."""
         return self.stateless and self.request.params.logprobs is None
 
     @property
@@ -233,16 +229,9 @@ class Sampler:
             0.0 if rule.greedy else plain_uniform(rule.request.seed, position)
             for rule, position in zip(rules, positions, strict=True)
         ]
-        chosen = sample(processed_RV, temperature_R, self.numbers(numbers))
+        cuts = self.cuts(rules)
+        chosen = sample(processed_RV, temperature_R, self.numbers(numbers), cuts=cuts)
         token_ids, best_R = (x.tolist() for x in chosen)
-        # Rows that need sorting are drawn apart: the order of the vocabulary decides which token a
-        # random number means, and it must not depend on the neighbours.
-        rows = [r for r, rule in enumerate(rules) if rule.truncated]
-        if rows:
-            params = [rules[r].request.params for r in rows]
-            drawn = self._draw(processed_RV[rows], params, [numbers[r] for r in rows])
-            for r, token_id in zip(rows, drawn, strict=True):
-                token_ids[r] = token_id
         logprobs = self._logprobs(logits_RV, rules, token_ids)
         return [
             self.settle(rule, best, token_id, logprobs.get(r))
@@ -285,20 +274,23 @@ class Sampler:
             self._masks = Masks(vocab_size=self.vocab_size, device=self.device)
         self._masks.apply(logits_RV, list(guided), self._masks.fill(list(guided.values())))
 
-    def _draw(
-        self, logits_RV: torch.Tensor, params: list[SamplingParams], numbers: list[float]
-    ) -> list[int]:
-        """A token for each row out of the likeliest, by inversion over them in falling order."""
-        scaled_RV = logits_RV / self.numbers([p.temperature for p in params])[:, None]
-        scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-        probs_RV = self._truncate(torch.softmax(scaled_RV, dim=-1), params)
-        index_R = invert(probs_RV, self.numbers(numbers))
-        return ids_RV.gather(1, index_R[:, None])[:, 0].tolist()
+    def cut_offs(self, rules: list[Rules]) -> list[tuple[str, list[int] | list[float], float]]:
+        """Each kind's name, its numbers by row, and the one that cuts nothing off."""
+        params = [rule.request.params for rule in rules]
+        size = self.vocab_size
+        return [
+            ("top_k", [p.top_k if p.top_k > 0 else size for p in params], size),
+            ("top_p", [p.top_p for p in params], 1.0),
+            ("min_p", [p.min_p for p in params], 0.0),
+        ]
 
-    def _truncate(self, probs_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
-        cuts = (top_k, [p.top_p for p in params], [p.min_p for p in params])
-        return truncate(probs_RV, *(self.numbers(cut) for cut in cuts))
+    def cuts(self, rules: list[Rules]) -> Cuts | None:
+        """The cut-offs of each row; None where no row has any."""
+        if not any(rule.truncated for rule in rules):
+            return None
+        (_, top_k, _), *others = self.cut_offs(rules)
+        top_k_R = torch.tensor(top_k, dtype=torch.int32, device=self.device)
+        return Cuts(top_k_R, *(self.numbers(values) for _, values, _ in others))
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         """FP32, on the device."""

@@ -10,7 +10,6 @@ import torch
 
 from limelight.ops.verify import (
     NOTHING,
-    Cuts,
     Proposals,
     Verified,
     verify_by,
@@ -18,7 +17,7 @@ from limelight.ops.verify import (
     verify_greedy,
 )
 from limelight.runner.sampler import Rules, Sampler, token_logprobs
-from limelight.types import SamplingParams, TokenLogprobs
+from limelight.types import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -113,7 +112,7 @@ class Verifier:
             offer.drafts[:count] + [NOTHING] * (most - count)
             for offer, count in zip(offers, counts, strict=True)
         ]
-        starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)])
+        starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
         drafts_BN = self._integers(drafts).view(len(offers), most)
         if odds_BN is not None:
             return verify_by_odds(
@@ -124,23 +123,16 @@ class Verifier:
         if all(rule.greedy for rule in rules):
             return verify_greedy(logits_RV, starts_B, drafts_BN)
         if proposals is not None:
-            proposals = Proposals(proposals.ids_BNK[:, :most], proposals.scores_BNK[:, :most])
+            kept = (x[:, :most].contiguous() for x in (proposals.ids_BNK, proposals.scores_BNK))
+            proposals = Proposals(*kept)
         params = [rule.request.params for rule in rules]
         return verify_by(
             proposals, logits_RV, starts_B, drafts_BN,
             self.sampler.numbers([p.temperature for p in params]),
             self._integers([rule.request.seed for rule in rules]),
             self._integers([offer.position for offer in offers]),
-            cuts=self._cuts(params) if any(rule.truncated for rule in rules) else None,
+            cuts=self.sampler.cuts(rules),
         )  # fmt: skip
-
-    def _cuts(self, params: list[SamplingParams]) -> Cuts:
-        size = self.sampler.vocab_size
-        return Cuts(
-            self._integers([p.top_k if p.top_k > 0 else size for p in params]),
-            self.sampler.numbers([p.top_p for p in params]),
-            self.sampler.numbers([p.min_p for p in params]),
-        )
 
     def _integers(self, values: list[int] | list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.sampler.device)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from ahead import Case, meta
 
-from limelight.ops.sample import PIECE, sample
+from limelight.ops import pieces
+from limelight.ops.pieces import PIECE, Cuts
+from limelight.ops.sample import GREEDY_BELOW, probabilities, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # One piece, its edge, several, and a vocabulary of a real model.
@@ -17,15 +19,18 @@ pytestmark = [
 
 
 def compile_cases() -> list[Case]:
-    def call(cap, into):
+    def call(cap, into, cut):
         number = meta(4, dtype=torch.float32)
         logits = meta(4, 150_144, dtype=torch.float32)
-        return lambda: sample.kernel(logits, number, number, cap=cap, into=into)
+        cuts = Cuts(number, number, number) if cut else None
+        return lambda: sample.kernel(logits, number, number, cap=cap, cuts=cuts, into=into)
 
     into = (meta(9, dtype=torch.int64), meta(4, dtype=torch.int64))
     return [
-        Case("sample", call(None, into), decode=True),
-        Case("sample capped", call(30.0, None), decode=True),
+        Case("sample", call(None, into, False), decode=True),
+        Case("sample cut", call(None, into, True)),
+        Case("sample capped", call(30.0, None, False), decode=True),
+        Case("sample capped and cut", call(30.0, None, True)),
     ]
 
 
@@ -57,6 +62,42 @@ def test_a_token_is_the_one_whose_interval_holds_the_number(vocabulary, cap, dev
             below, above = sorted([int(token), int(expected)])
             assert abs(cumulated_V[below] - uniform_R[row]) < 1e-6
             assert cumulated_V[above - 1] - cumulated_V[below] < 1e-6
+
+
+# Top-k (0: off), top-p, min-p.
+CUTS = [
+    (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.0), (0, 1e-4, 0.0), (0, 0.999, 0.0), (0, 1.0, 0.1),
+    (20, 0.8, 0.03), (10**6, 1.0, 1.0), (3000, 0.99, 0.0), (0, 1.0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("vocabulary", [SIZES[0], SIZES[2], SIZES[3]], ids="V{}".format)
+def test_cut_offs_leave_what_sorting_leaves(vocabulary, rounded, device):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits_RV = 3 * torch.randn(len(CUTS), vocabulary, generator=generator)
+    if rounded:
+        logits_RV = logits_RV.round()
+    temperature_R = 0.4 + torch.rand(len(CUTS), generator=generator)
+    most, share, least = (torch.tensor(x_R, device=device) for x_R in zip(*CUTS, strict=True))
+    cuts = Cuts(most.where(most > 0, vocabulary), share, least)
+    logits_RV, temperature_R = logits_RV.to(device), temperature_R.to(device)
+    made = pieces.launch(logits_RV, temperature_R, greedy_below=GREEDY_BELOW, cuts=cuts)
+    left_RV = probabilities(logits_RV, temperature_R, cuts) > 0
+    weight_RV = ((logits_RV - logits_RV.max(1, keepdim=True).values) / temperature_R[:, None]).exp()
+    cut_R1, last_R1 = made.cut_R[:, None], made.last_R[:, None]
+    equal_RV = (logits_RV == cut_R1) & (torch.arange(vocabulary, device=device) <= last_R1)
+    mine_RV = ((logits_RV > cut_R1) | equal_RV) & (weight_RV >= least[:, None])
+    assert torch.equal(mine_RV, left_RV)
+    scale_RP = (
+        (made.best_RP - logits_RV.max(1, keepdim=True).values) / temperature_R[:, None]
+    ).exp()
+    torch.testing.assert_close(
+        (made.sum_RP * scale_RP).sum(1), (weight_RV.double() * left_RV).sum(1), rtol=1e-5, atol=0
+    )
+    uniform_R = torch.rand(len(CUTS), generator=generator).to(device)
+    token_R, _ = sample.kernel(logits_RV, temperature_R, uniform_R, cuts=cuts)
+    assert torch.equal(token_R, sample.reference(logits_RV, temperature_R, uniform_R, cuts=cuts)[0])
 
 
 def test_of_equal_logits_the_greedy_token_is_the_first(device):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from limelight.ops import noise
+from limelight.ops.sample import sample
 from limelight.ops.verify import NOTHING, Cuts, verify, verify_greedy
 from limelight.runner.sampler import Sampler
 from limelight.types import Request, SamplingParams
@@ -59,6 +60,11 @@ def test_without_a_draft_every_parameter_gives_the_samplers_token(drafts):
             )  # fmt: skip
             sampler.admit(b, request, [])
         want = [c.token_id for c in sampler.choose(logits_BV, list(range(batch)), positions)]
+        # Rows with cut-offs are drawn in the order of the vocabulary, as the operation draws them.
+        number_B = noise.uniform(torch.tensor(seeds), torch.tensor(positions), stream=noise.PLAIN)
+        token_B, _ = sample(logits_BV, temperature_B, number_B.float(), cuts=cuts)
+        cut_B = (cuts.top_k_B < VOCAB) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
+        want = torch.where(cut_B, token_B, torch.tensor(want)).tolist()
         rows = 1 if drafts == "none" else 3
         result = verify(
             logits_BV.repeat_interleave(rows, dim=0), torch.arange(batch + 1) * rows,
