@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
         _measure(args, contestants, questions, windows)
         info, plan = contestants[-1].started.info, contestants[-1].started.plan
         label = workload.labels(args, config, info.dtype, plan.kinds)
-        del contestants
+        for one in contestants:
+            one.started.engine.close()
+        del contestants, one
         free()
     return _rows(args, label | questions.label, windows)
 

@@ -39,9 +39,11 @@ def serve(engine, *, count=12, max_tokens=160, seed=0, **params):
     return run(engine, asked)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids="T{}".format)
-def test_as_many_drafts_stand_in_each_place_as_were_told(folders, temperature, caplog):
+def test_as_many_drafts_stand_in_each_place_as_were_told(folders, temperature, overlap, caplog):
     engine = make(folders)
+    engine.overlap = overlap
     assert "texts mean nothing" in caplog.text
     for answer in serve(engine, temperature=temperature):
         assert len(answer.token_ids) == 160
