@@ -2,17 +2,22 @@
 
 import difflib
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import ClassVar
 
 MOST_DRAFTS = 15
+MOST_SPREAD = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Which drafter works beside the model, and how; `num_speculative_tokens` 0 means none.
 
-    With the rejection method "synthetic" each draft is accepted at the rate of its place, whatever
-    the model says: for benchmarks of speed, whose text means nothing.
+    With the rejection method "synthetic" drafts are accepted at told rates, whatever the model
+    says: for benchmarks of speed, whose text means nothing. As vLLM's, each rate is that of a draft
+    and all before it together, so that none is above the one before; `limelight bench spec` writes
+    such rates down. `synthetic_spread`, which vLLM does not have, tells how unlike drafts are
+    (`ops/synthetic.py`); 0: all of one place have the same chance.
     """
 
     model: str | None = None
@@ -22,6 +27,7 @@ class SpeculativeConfig:
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: list[float] | None = None
+    synthetic_spread: float | None = None  # None: as drafters have it that were measured
     attention_backend: str | None = None
     kv_cache_dtype: str = "auto"
     draft_tensor_parallel_size: int | None = None
@@ -39,6 +45,7 @@ class SpeculativeConfig:
         "enable_adaptive_verification": bool,
         "draft_tensor_parallel_size": int,
         "synthetic_acceptance_rates": list,
+        "synthetic_spread": float,
     }
 
     @classmethod
@@ -51,7 +58,8 @@ class SpeculativeConfig:
                 hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}"
                 raise ValueError(f"--speculative-config has no key {key!r}{hint}")
             expected = cls.TYPES.get(key, str)
-            if value is not None and type(value) is not expected:
+            whole = expected is float and type(value) is int
+            if value is not None and type(value) is not expected and not whole:
                 raise ValueError(
                     f"--speculative-config: {key} must be {expected.__name__}; got {value!r}"
                 )
@@ -86,11 +94,22 @@ class SpeculativeConfig:
                 "--speculative-config: rejection_sample_method synthetic and "
                 "synthetic_acceptance_rates need each other"
             )
+        spread = self.synthetic_spread
+        if spread is not None and (rates is None or not 0 <= spread <= MOST_SPREAD):
+            raise ValueError(
+                f"--speculative-config: synthetic_spread must be from 0 to {MOST_SPREAD} and needs "
+                f"synthetic_acceptance_rates; got {spread}"
+            )
         if rates is None:
             return
         if not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
             raise ValueError(
                 f"--speculative-config: synthetic_acceptance_rates must be from 0 to 1: {rates}"
+            )
+        if any(after > before for before, after in pairwise(rates)):
+            raise ValueError(
+                f"--speculative-config: each of synthetic_acceptance_rates counts a draft and all "
+                f"before it, so none may be above the one before: {rates}"
             )
         if len(rates) != (self.num_speculative_tokens or len(rates)):
             raise ValueError(

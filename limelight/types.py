@@ -406,6 +406,7 @@ class SpeculationStats:
     drafting: bool = True
     slope: float = 0.0
     intercepts: list[float] = field(default_factory=list)
+    synthetic: bool = False  # accepted at rates that were told, not by what the models say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from limelight.models.dflash2_config import DFlash2Config
 from limelight.models.dflash2_loader import load_drafter, read_drafter_config
 from limelight.models.layers import Placement
 from limelight.models.loader import Model
+from limelight.ops.synthetic import SPREAD, SyntheticOdds
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
 from limelight.speculative import SpeculativeConfig
@@ -98,17 +99,30 @@ def install_drafter(
         model,
         num_drafts=found.num_drafts,
         draws=found.config.draft_sample_method == "probabilistic",
+        synthetic=_synthetic_odds(found, runner),
     )
+
+
+def _synthetic_odds(found: FoundDrafter, runner: ModelRunner) -> SyntheticOdds | None:
+    rates, spread = found.config.synthetic_acceptance_rates, found.config.synthetic_spread
+    if rates is None:
+        return None
+    logger.warning(
+        "drafts are accepted at the rates %s whatever the model says: texts mean nothing", rates
+    )
+    return SyntheticOdds(rates, spread=SPREAD if spread is None else spread, device=runner.device)
 
 
 def start_drafting(
     runner: ModelRunner, found: FoundDrafter, plan: MemoryPlan, progress: Progress
 ) -> Drafting:
     """What decides about drafts, with the times of steps where it needs them."""
+    synthetic = found.config.synthetic_acceptance_rates is not None
     if not found.config.enable_adaptive_verification:
-        return Drafting(AllDrafts(found.num_drafts))
+        return Drafting(AllDrafts(found.num_drafts), synthetic=synthetic)
     timing = Timing(runner, found.num_drafts, plan)
     verify_cost, draft_cost = timing.tables(progress)
+    logger.info("verifying takes (ms)\n%s\ndrafting takes (ms)\n%s", verify_cost, draft_cost)
     return Drafting(
         Speculation(
             num_drafts=found.num_drafts,
@@ -116,7 +130,8 @@ def start_drafting(
             verify_cost=verify_cost,
             draft_cost=draft_cost,
             max_rows=max(plan.max_num_seqs, LOGITS_AT_ONCE // (4 * runner.model.head.outputs)),
-        )
+        ),
+        synthetic=synthetic,
     )
 
 

@@ -41,8 +41,10 @@ class Policy(Protocol):
 class Drafting:
     """Asks a policy about every step, and tells it how the step went."""
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, policy: Policy, *, synthetic: bool = False):
+        """With `synthetic` drafts stand at rates that were told, which the figures must say."""
+        self.policy, self.synthetic = policy, synthetic
+        self.times: StepTimes | None = None  # of the last step that has ended
         self.odds: dict[int, list[float]] = {}  # of the drafts that wait in each slot
         self.untold: dict[int, list[float]] = {}
 
@@ -81,5 +83,10 @@ class Drafting:
             self.odds.pop(sampled.slot, None)
             if sampled.odds is not None:
                 self.odds[sampled.slot] = self.untold[sampled.slot] = sampled.odds
+        self.times = times
         if times is not None:
             self.policy.timed(times)
+
+    def stats(self) -> SpeculationStats:
+        """What the policy knows, and whether any of it is true of the models."""
+        return replace(self.policy.stats(), synthetic=self.synthetic)

@@ -131,7 +131,7 @@ class Engine:
         stats = self.scheduler.stats()
         stats["waiting"] += len(self.compiling)
         stats["waiting_tokens"] += sum(len(r.prompt_token_ids) for r in self.compiling.values())
-        speculation = None if self.drafting is None else self.drafting.policy.stats()
+        speculation = None if self.drafting is None else self.drafting.stats()
         return EngineStats(
             **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation
         )

@@ -17,6 +17,8 @@ from limelight.ops import op, pdl
 # What a number is for. A position is drafted again by every pass that starts before it, so the
 # draft in row j of a pass has a stream of its own: DRAFT + j.
 PLAIN, ACCEPT, RESIDUAL, DRAFT = range(4)
+# How easy a pass is, and draft j in it (EASE + j), where acceptance is synthetic.
+PASS, EASE = 63, 64
 BITS = 64
 
 

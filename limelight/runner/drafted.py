@@ -14,7 +14,15 @@ from limelight.models.loader import Model
 from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.trim import packed_starts, split
-from limelight.ops.verify import NOTHING, Cuts, Verified, packed_rows, verify_by, verify_greedy
+from limelight.ops.verify import (
+    NOTHING,
+    Cuts,
+    Verified,
+    packed_rows,
+    verify_by,
+    verify_by_odds,
+    verify_greedy,
+)
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
@@ -235,7 +243,8 @@ class DraftedSteps:
                 for b in members
             ]
             proposals = self.drafter.proposals(rows_B[members])
-            launched.runs = self.verifier.judge(logits_RV, offers, proposals)
+            odds_BN = self.drafter.synthetic_odds(rows_B[members])
+            launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
         for b, grant in enumerate(launched.order):
             run = launched.runs.get(grant.slot)
             if run is not None and run.token_ids:
@@ -298,6 +307,12 @@ class DraftedSteps:
                 self.drafter.proposals(rows_B), logits_RV, rows.picked_starts_B, drafts_BN,
                 tensors.temperature_B, tensors.seeds_B, rows.firsts_B + tensors.bases_B,
                 cuts=cuts if extent.cuts else None,
+            )  # fmt: skip
+        if (odds_BN := self.drafter.synthetic_odds(rows_B)) is not None:
+            # Such steps are timed, so all that a real one does has been done as well.
+            verified = verify_by_odds(
+                logits_RV, rows.picked_starts_B, drafts_BN, odds_BN, tensors.seeds_B,
+                rows.firsts_B + tensors.bases_B,
             )  # fmt: skip
         self._stand(rows_B, rows, tensors, verified)
         return Judged(verified.tokens_BQ, verified.accepted_B, rows.kept_B, verified.best_B)

@@ -7,6 +7,7 @@ from limelight.models.batch import Paged, PagedBlocks
 from limelight.models.dflash2 import DFlash2
 from limelight.ops.noise import DRAFT, uniform
 from limelight.ops.paging import PagedLayout
+from limelight.ops.synthetic import SyntheticOdds
 from limelight.ops.trim import MOST_ODDS, log_odds, survival
 from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
@@ -30,13 +31,15 @@ class Drafter:
         num_drafts: int,
         max_model_len: int,
         draws: bool,
+        synthetic: SyntheticOdds | None = None,
     ):
-        """With `draws` drafts are drawn at their request's temperature, else they are the best."""
+        """With `draws` drafts are drawn at their request's temperature, else they are the best.
+        With `synthetic` odds they stand by these, not by what they are."""
         slots, device = len(last_tokens_S), last_tokens_S.device
         shape = (slots, num_drafts, model.config.candidates)
         self.model, self.storage, self.tables = model, storage, tables
         self.num_drafts, self.max_model_len, self.draws = num_drafts, max_model_len, draws
-        self.last_tokens_S = last_tokens_S
+        self.synthetic, self.last_tokens_S = synthetic, last_tokens_S
         self.lengths_S = torch.zeros(slots, dtype=torch.int32, device=device)
         self.tokens_SN = torch.zeros(shape[:2], dtype=torch.int64, device=device)
         self.ids_SNK = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -64,6 +67,10 @@ class Drafter:
         """What the drafts that wait were drawn from; None if they are the drafter's best."""
         return Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
 
+    def synthetic_odds(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        """Those by which the drafts that wait stand; None if they stand by what they are."""
+        return None if self.synthetic is None else self.odds_SN[rows_B]
+
     def fill(self, taps_TF: torch.Tensor, positions_T: torch.Tensor, paged: Paged) -> None:
         """Keys and values of rows that the target has run."""
         self.model.fill(taps_TF, positions_T, paged)
@@ -83,7 +90,10 @@ class Drafter:
             self.last_tokens_S[rows_B], blocks,
             temperature_B=warmth_B, uniform_BN=numbers_BN.float(),
         )  # fmt: skip
-        odds_BN = log_odds(drafts.proposals.scores_BNK, temperature_B)
+        if self.synthetic is None:
+            odds_BN = log_odds(drafts.proposals.scores_BNK, temperature_B)
+        else:
+            odds_BN = self.synthetic(seeds_B, first_B + 1)
         for into, value in (
             (self.tokens_SN, drafts.tokens_BN),
             (self.ids_SNK, drafts.proposals.ids_BNK),

@@ -15,6 +15,7 @@ from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
+from limelight.ops.synthetic import SyntheticOdds
 from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
@@ -82,11 +83,19 @@ class ModelRunner:
             "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens
         }  # fmt: skip
 
-    def draft_by(self, model: DFlash2, *, num_drafts: int, draws: bool) -> Drafter:
+    def draft_by(
+        self,
+        model: DFlash2,
+        *,
+        num_drafts: int,
+        draws: bool,
+        synthetic: SyntheticOdds | None = None,
+    ) -> Drafter:
         """Make all steps from here on with drafts of this drafter."""
         drafter = Drafter(
             model, self.storage, self.tables, self.last_tokens,
             num_drafts=num_drafts, max_model_len=self.max_model_len, draws=draws,
+            synthetic=synthetic,
         )  # fmt: skip
         self.drafted = DraftedSteps(self.model, drafter, self.sampler, **self.limits)
         return drafter

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from limelight.ops.verify import NOTHING, Proposals, Verified, verify_by, verify_greedy
+from limelight.ops.verify import (
+    NOTHING,
+    Proposals,
+    Verified,
+    verify_by,
+    verify_by_odds,
+    verify_greedy,
+)
 from limelight.runner.sampler import Rules, Sampler, token_logprobs
 from limelight.types import TokenLogprobs
 
@@ -47,11 +54,16 @@ class Verifier:
         self.sampler = sampler
 
     def judge(
-        self, logits_RV: torch.Tensor, offers: list[Offer], proposals: Proposals | None
+        self,
+        logits_RV: torch.Tensor,
+        offers: list[Offer],
+        proposals: Proposals | None,
+        odds_BN: torch.Tensor | None = None,
     ) -> dict[int, Run]:
         """By slot, from raw FP32 logits of all rows of the offers; the rules go on accordingly.
 
-        `proposals` has what each offer's drafts were drawn from.
+        `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
+        acceptance is synthetic.
         """
         tries, counts = [], []
         for offer in offers:
@@ -59,7 +71,7 @@ class Verifier:
             tries += rules
             counts.append(count)
         processed_RV = self.sampler.processed(logits_RV, tries)
-        verified = self._verify(processed_RV, offers, counts, proposals)
+        verified = self._verify(processed_RV, offers, counts, proposals, odds_BN)
         rows = zip(
             offers, counts, verified.tokens_BQ.tolist(), verified.accepted_B.tolist(),
             verified.best_B.tolist(), strict=True,
@@ -92,6 +104,7 @@ class Verifier:
         offers: list[Offer],
         counts: list[int],
         proposals: Proposals | None,
+        odds_BN: torch.Tensor | None,
     ) -> Verified:
         rules = [self.sampler.rules[offer.slot] for offer in offers]
         most = max(len(offer.drafts) for offer in offers)
@@ -101,6 +114,12 @@ class Verifier:
         ]
         starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
         drafts_BN = self._integers(drafts).view(len(offers), most)
+        if odds_BN is not None:
+            return verify_by_odds(
+                logits_RV, starts_B, drafts_BN, odds_BN[:, :most],
+                self._integers([rule.request.seed for rule in rules]),
+                self._integers([offer.position for offer in offers]),
+            )  # fmt: skip
         if all(rule.greedy for rule in rules):
             return verify_greedy(logits_RV, starts_B, drafts_BN)
         if proposals is not None:
