@@ -11,7 +11,7 @@ LABELS = ("model", "weights", "kv", "batch", "context", "engine")
 
 def table(rows: list[dict[str, object]]) -> str:
     """The rows with their labels in front, then their figures."""
-    keys = dict.fromkeys(key for row in rows for key in row if key != "slice")
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("slice", "kernels"))
     columns = [key for key in LABELS if key in keys] + [key for key in keys if key not in LABELS]
     lines = [columns, ["---"] * len(columns)]
     lines += [[cell(row.get(column)) for column in columns] for row in rows]

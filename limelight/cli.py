@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 
 from limelight import SamplingParams, StructuredOutputsParams, __version__
-from limelight.bench import decode, ops, prefill, serve
+from limelight.bench import decode, ops, prefill, serve, spec
 from limelight.checkpoint import BUNDLED_PARSERS
 from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
 from limelight.flags import (
@@ -27,7 +27,7 @@ from limelight.flags import (
 FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
 # A bundled model has its parsers unless one of these is given.
 READING = ("reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
-BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "ops": ops}
+BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "spec": spec, "ops": ops}
 
 
 def main(argv: list[str] | None = None) -> int:

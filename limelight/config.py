@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from limelight.checkpoint import BUNDLED_DRAFTERS
+from limelight.speculative import SpeculativeConfig
+
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
 ENVIRONMENT = {
@@ -126,9 +129,17 @@ class EngineConfig:
         True, "plan and start a step on the GPU while the one before runs"
     )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
+    speculative_config: dict[str, object] | None = setting(
+        None,
+        "JSON object about drafting, in vLLM's keys; default: the drafter that is bundled with the "
+        'model, if any; {"num_speculative_tokens": 0}: none',
+        aliases=("-sc",),
+    )
 
     def __post_init__(self):
         _check_choices(self)
+        if self.speculative_config is not None:
+            SpeculativeConfig.of(self.speculative_config)
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1,
@@ -140,6 +151,15 @@ class EngineConfig:
             )
         if self.tensor_parallel_size != 1:
             raise ValueError("tensor_parallel_size above 1 is not supported yet; leave it at 1")
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How to draft, if at all."""
+        given = self.speculative_config
+        if given is None and self.load_format != "dummy" and self.model in BUNDLED_DRAFTERS:
+            given = {"model": BUNDLED_DRAFTERS[self.model], "enable_adaptive_verification": True}
+        chosen = None if given is None else SpeculativeConfig.of(given)
+        return None if chosen is None or chosen.num_speculative_tokens == 0 else chosen
 
     @property
     def text_source(self) -> str:

@@ -72,7 +72,6 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--pipeline-parallel-size": ("-pp",),
     "--quantization": ("-q",),
     "--root-path": (),
-    "--speculative-config": ("-sc",),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
 }

@@ -241,6 +241,7 @@ class _EngineCollector(Collector):
         yield self._gauge("spec_decode_budget", "Drafts verified in the last step", stats.budget)
         yield self._gauge("spec_decode_other_rows", "Its other rows", stats.rows)
         yield self._gauge("spec_decode_drafting", "1: the drafter works", stats.drafting)
+        yield self._gauge("spec_decode_synthetic", "1: accepted at told rates", stats.synthetic)
         yield self._gauge("spec_decode_slope", "Of acceptance by log odds", stats.slope)
         intercepts = GaugeMetricFamily(
             "vllm:spec_decode_intercept", "Of acceptance, by place", labels=(*LABELS, "position")

@@ -222,7 +222,8 @@ class Request:
 class Sequence:
     """A request inside the engine: what has been generated, computed and given to it.
 
-    `num_computed` positions have their keys and values in the cache. `block_tables[g][i]` is the
+    `num_computed` positions have their keys and values in the cache, and of the `num_unsure` behind
+    them that steps under way compute as drafts those that stand will. `block_tables[g][i]` is the
     block of group g that holds positions [i * block_size, (i + 1) * block_size), or None once the
     window has left it behind.
     """
@@ -230,6 +231,8 @@ class Sequence:
     request: Request
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_unsure: int = 0
+    num_drafts: int = 0  # that wait on the device to be verified
     num_cached: int = 0  # positions that the prefix cache gave at the first admission
     slot: int | None = None  # its row in the runner, while it runs
     block_tables: list[list[int | None]] = field(default_factory=list)
@@ -269,7 +272,9 @@ class Grant:
     """What the scheduler gives one sequence this step: compute `num_tokens` positions from `start`.
 
     `tables[g]` is (first index, block ids): the entries of group g's block table that changed since
-    the last grant. With `samples` the last position yields the next token.
+    the last grant. With `samples` the last position yields the next token. The last `num_drafts`
+    positions are those of drafts, of which fewer may be verified; while a step with drafts is under
+    way, `start` is the earliest position that the next one can have.
     """
 
     slot: int
@@ -277,14 +282,30 @@ class Grant:
     num_tokens: int
     tables: list[tuple[int, list[int]]]
     samples: bool
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Verify the `budget` likeliest drafts of a step, by sigmoid(slope * log odds + intercept)."""
+
+    budget: int
+    slope: float
+    intercepts: list[float]  # by place
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine; with no token ids but admissions', so it can be made a step early."""
+    """One step of the engine; with no token ids but admissions', so it can be made a step early.
+
+    With `drafts` it ends with drafts for the next; all those it has itself are verified, or what
+    `trim` leaves of them.
+    """
 
     admissions: list[Admission] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
+    trim: Trim | None = None
+    drafts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -310,7 +331,10 @@ class Sampled:
 
     `prompt_logprobs` are those of positions start + 1 .. start + num_tokens as far as the prompt
     goes. `error` (what failed) and `refused` (what is wrong with the request) end this sequence
-    alone. With `is_whole` there is no token: the constraint is fulfilled and lets nothing follow.
+    alone. With `is_whole` no token follows: the constraint is fulfilled and lets nothing follow.
+
+    `num_accepted` of `num_verified` drafts stood, and come first in `token_ids`; `odds` are the log
+    odds of the drafts that were made for the next step, by place.
     """
 
     slot: int
@@ -320,13 +344,28 @@ class Sampled:
     error: str | None = None
     refused: str | None = None
     is_whole: bool = False
+    num_verified: int = 0
+    num_accepted: int = 0
+    odds: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took (milliseconds), for how many rows, drafting sequences, and tokens read."""
+
+    verify_ms: float
+    rows: int
+    context: int
+    draft_ms: float | None = None  # None: nothing was drafted
+    sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One `Sampled` for each grant of the plan, in its order."""
+    """One `Sampled` for each grant of the plan, in its order; times where drafts depend on them."""
 
     sampled: list[Sampled]
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +406,7 @@ class SpeculationStats:
     drafting: bool = True
     slope: float = 0.0
     intercepts: list[float] = field(default_factory=list)
+    synthetic: bool = False  # accepted at rates that were told, not by what the models say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

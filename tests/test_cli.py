@@ -162,8 +162,6 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--speculative-config", '{"method": "dflash"}'],
-        ["--speculative_config.num_speculative_tokens", "7"],
         ["-dp", "4"],
         ["--enable-expert-parallel"],
         ["--kv-cache-dtype", "fp8_e5m2"],

@@ -14,6 +14,7 @@ LEVELS = [
         "metrics",
         "checkpoint",
         "progress",
+        "speculative",
         "__version__",
         "SamplingParams",
         "StructuredOutputsParams",

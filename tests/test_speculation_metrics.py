@@ -33,7 +33,7 @@ def test_drafts_are_counted_by_place():
         "num_draft_tokens_per_pos_total0": 9, "num_draft_tokens_per_pos_total1": 8,
         "num_accepted_tokens_per_pos_total0": 7, "num_accepted_tokens_per_pos_total1": 5,
         "predicted_accepted_tokens_total": 30.5, "budget": 4, "other_rows": 12, "drafting": 0,
-        "slope": 0.75, "intercept0": -0.25, "intercept1": 0.5,
+        "synthetic": 0, "slope": 0.75, "intercept0": -0.25, "intercept1": 0.5,
     }  # fmt: skip
 
 

@@ -15,11 +15,14 @@ from limelight.engine.startup import Started
 from limelight.models.layers import Experts
 from limelight.models.loader import Model
 from limelight.ops import Call, record_calls
-from limelight.runner.runner import Launched, ModelRunner
+from limelight.runner.launched import DraftedLaunch, Launched
+from limelight.runner.runner import ModelRunner
 from limelight.types import StepPlan
 
 READ_BYTES = 2**32
 READ_ROUNDS = 5
+MATRIX_SIZE = 8192
+MATRIX_ROUNDS = 10
 PROFILED_STEPS = 20
 
 
@@ -54,7 +57,7 @@ def calls_of_a_step(started: Started, prompts: list[list[int]]) -> list[Call]:
     last: list[Call] = []
     graphs = runner.graphs
 
-    def recorded(plan: StepPlan) -> Launched:
+    def recorded(plan: StepPlan) -> Launched | DraftedLaunch:
         with record_calls() as calls:
             launched = ModelRunner.launch(runner, plan)
         last[:] = calls
@@ -100,7 +103,11 @@ def kernels(started: Started, prompts: list[list[int]]) -> list[dict[str, object
     time_decode(
         started.engine, prompts, num_steps=PROFILED_STEPS, max_model_len=length, around=profile
     )
-    steps = DROPPED_STEPS + PROFILED_STEPS
+    return kernels_in(profile, DROPPED_STEPS + PROFILED_STEPS)
+
+
+def kernels_in(profile: torch.profiler.profile, steps: int) -> list[dict[str, object]]:
+    """Of what a profiler saw of so many steps, each kernel's launches and microseconds in one."""
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
     return [
         {
@@ -118,6 +125,16 @@ def read_bandwidth(device: torch.device) -> float:
     """Bytes a second at which a sum reads memory: the best of a few."""
     data = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
     return 1e3 * READ_BYTES / min(times_ms(data.sum, READ_ROUNDS))
+
+
+@lru_cache
+def matrix_rate(device: torch.device) -> float:
+    """Operations a second of a large product of BF16 matrices: the best of a few."""
+    left, right = (
+        torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    best_ms = min(times_ms(lambda: left @ right, MATRIX_ROUNDS))
+    return 2 * MATRIX_SIZE**3 / (1e-3 * best_ms)
 
 
 def weight_bytes(model: Model, experts_read: list[int]) -> int:

@@ -7,15 +7,19 @@ weights of the layers follow each other as in a step, so no cache serves them.
 import argparse
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 
 if TYPE_CHECKING:
+    from limelight.engine.startup import Started
     from limelight.ops import Call
 
 REPLAYS = 50
 WARM_REPLAYS = 5
+# A plain form may launch thousands of kernels: so many of the calls are enough.
+PLAIN_CALLS = 16
 
 
 def add_flags(parser: argparse.ArgumentParser):
@@ -30,26 +34,32 @@ def add_flags(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for each batch, context and operation."""
-    from limelight.bench import floor
-
     started, config = workload.open_engine(args)
     if not started.on_gpu:
         raise ValueError("bench ops times kernels, which need a GPU; a CPU runs the references")
     rng = random.Random(args.prompt_seed)
     label = workload.labels(args, config, started.info.dtype, started.plan.kinds)
-    bandwidth = floor.read_bandwidth(floor.runner_of(started).device)
     rows: list[dict[str, object]] = []
     for context in args.context:
         for batch in args.batch:
             prompts = workload.random_prompts(
                 rng, batch=batch, context=context, vocab=started.info.vocab_size
             )
-            calls = floor.calls_of_a_step(started, prompts)
-            for name, same in _by_kind(calls).items():
-                row = {"batch": batch, "context": context, "op": name, "calls": len(same)}
-                row |= time_calls(same, context, bandwidth)
-                rows.append(label | row | (time_plain(same) if args.plain else {}))
+            shape = {"batch": batch, "context": context}
+            rows += [label | shape | row for row in rows_of(started, prompts, plain=args.plain)]
     return rows
+
+
+def rows_of(
+    started: "Started", prompts: list[list[int]], *, plain: bool
+) -> Iterator[dict[str, object]]:
+    """A row for each operation of a decode step of these prompts."""
+    from limelight.bench import floor
+
+    bandwidth = floor.read_bandwidth(floor.runner_of(started).device)
+    for name, same in _by_kind(floor.calls_of_a_step(started, prompts)).items():
+        row = {"op": name, "calls": len(same)} | time_calls(same, len(prompts[0]), bandwidth)
+        yield row | (time_plain(same) if plain else {})
 
 
 def _by_kind(calls: "list[Call]") -> "dict[str, list[Call]]":
@@ -98,10 +108,15 @@ def time_calls(calls: "list[Call]", context: int, bandwidth: float) -> dict[str,
 
 
 def time_plain(calls: "list[Call]") -> dict[str, object]:
-    """Microseconds that the device works for a call's plain form, without what lies between."""
+    """Microseconds that the device works for a call's plain form, without what lies between.
+
+    The mean of at most PLAIN_CALLS calls, spread over all.
+    """
     import torch
 
     from limelight.ops import use_reference
+
+    calls = calls[:: -(-len(calls) // PLAIN_CALLS)]
 
     def repeat() -> None:
         for call in calls:

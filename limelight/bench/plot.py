@@ -4,6 +4,8 @@ from collections import defaultdict
 
 AXES = ("concurrency", "batch", "context")
 FIGURES = ("step_ms", "tokens_per_s", "us", "ttft_ms", "tpot_ms")
+# Where steps give more than a token a sequence their time alone says little.
+FIGURE_OF = {"spec": "tokens_per_s"}
 
 Row = dict[str, object]
 
@@ -15,7 +17,7 @@ def draw(path: str, bench: str, rows: list[Row]):
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: install limelight-serve[bench]") from error
     along = max(AXES, key=lambda name: len({row[name] for row in rows if name in row}))
-    figure_name = next(name for name in FIGURES if name in rows[0])
+    figure_name = FIGURE_OF.get(bench) or next(name for name in FIGURES if name in rows[0])
     canvas = Figure(figsize=(7, 4.5), layout="constrained")
     axes = canvas.subplots()
     for series, points in _series(rows, along).items():

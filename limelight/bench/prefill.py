@@ -15,6 +15,7 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--context", type=int, nargs="+", default=[2048], help="prompt tokens (default: 2048)")
     flag("--rounds", type=int, default=5, help="timed rounds, after one untimed (default: 5)")
     workload.add_slice_flag(parser)
+    flag("--breakdown", action="store_true", help="also profile a round: kernels, and attention")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
 
 
@@ -35,10 +36,15 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
                 )
                 seconds.append(time_prefill(started.engine, prompts))
             row = {"batch": batch, "context": context, "engine": "limelight"}
-            figures = {
+            figures: dict[str, object] = {
                 "ttft_ms": spread([1e3 * value for value in seconds[1:]]),
                 "tokens_per_s": spread([batch * context / value for value in seconds[1:]]),
             }
+            if started.on_gpu and args.breakdown:
+                from limelight.bench import profiled
+
+                share = args.tensor_parallel_slice
+                figures |= profiled.prefill(started, prompts, slice_of=share)
             rows.append(label | row | figures)
     return rows
 

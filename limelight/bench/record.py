@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PACKAGES = ("torch", "triton", "transformers")
+# What the table has of a benchmark whose rows have more figures than a screen is wide.
+SHOWN = {
+    "spec": (
+        "batch", "drafts", "tokens_per_s", "speedup", "tpot_ms", "acceptance_length",
+        "verified_per_step", "forward_ms", "draft_ms", "drafting_share",
+    )
+}  # fmt: skip
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -97,15 +104,16 @@ def show(bench: str, rows: list[dict[str, object]]):
     from rich.console import Console
     from rich.table import Table
 
-    columns = list(dict.fromkeys(key for row in rows for key in row if key != "kernels"))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [key for key in columns if not any(isinstance(row.get(key), list) for row in rows)]
     cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
     shared = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
     facts = ", ".join(f"{column} {cells[column][0]}" for column in shared)
     console, table = Console(highlight=False), Table()
-    for column in columns:
-        if column not in shared:
-            table.add_column(column, justify="right", overflow="fold")
-    for row in zip(*(cells[column] for column in columns if column not in shared), strict=True):
+    shown = [one for one in SHOWN.get(bench, columns) if one in columns and one not in shared]
+    for column in shown:
+        table.add_column(column, justify="right", overflow="fold")
+    for row in zip(*(cells[column] for column in shown), strict=True):
         table.add_row(*row)
     console.print(f"{bench}: {facts}" if facts else bench, markup=False)
     console.print(table)

@@ -30,15 +30,16 @@ class GroupSpec:
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
-def plan_groups(windows_by_layer: list[int | None]) -> list[GroupSpec]:
+def plan_groups(
+    windows_by_layer: list[int | None], drafter_windows: list[int | None] | None = None
+) -> list[GroupSpec]:
     """Cut the layers into groups, those of full attention first.
 
     A block has as many layer rows as the largest group has layers: the number that makes fewest
-    groups while at most `IDLE_ROWS` of the rows are idle, or else leaves none idle.
+    groups while at most `IDLE_ROWS` of the rows are idle, or else leaves none idle. The layers of
+    a drafter are numbered behind the others and have groups of their own.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows_by_layer):
-        kinds.setdefault(window, []).append(layer)
+    kinds = _kinds(windows_by_layer)
 
     def cost(rows: int) -> tuple[bool, int, int]:
         num_groups = sum(-(-len(layers) // rows) for layers in kinds.values())
@@ -48,9 +49,18 @@ def plan_groups(windows_by_layer: list[int | None]) -> list[GroupSpec]:
     rows = min(range(1, max(map(len, kinds.values())) + 1), key=cost)
     return [
         GroupSpec(window, tuple(layers[i : i + rows]))
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        for of_model in (kinds, _kinds(drafter_windows or [], first=len(windows_by_layer)))
+        for window, layers in sorted(of_model.items(), key=lambda kind: kind[0] or 0)
         for i in range(0, len(layers), rows)
     ]
+
+
+def _kinds(windows_by_layer: list[int | None], first: int = 0) -> dict[int | None, list[int]]:
+    """The layers of each window, counted from `first`."""
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows_by_layer, first):
+        kinds.setdefault(window, []).append(layer)
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,8 @@ class CacheGroups:
     """The block tables of all sequences, over one pool.
 
     A sequence's tables are equally long in every group. Before the window of position
-    `num_computed` their entries are None; all others hold a block.
+    `num_computed` their entries are None; all others hold a block. Where drafts are tried, the
+    tables reach `ahead` positions further than what is granted, but not beyond `longest`.
     """
 
     def __init__(
@@ -80,7 +91,10 @@ class CacheGroups:
         prefix_caching: bool = True,
         root: bytes = b"",
         hash_seed: str | None = None,
+        ahead: int = 0,
+        longest: int = 0,
     ):
+        self.ahead, self.longest = ahead, longest
         self.specs, self.pool, self.block_size = specs, pool, pool.block_size
         self.prefix_caching = prefix_caching
         self._chain = ChainHash(block_size=pool.block_size, root=root, seed=hash_seed)
@@ -96,18 +110,22 @@ class CacheGroups:
         """Blocks that `num_tokens` tokens fill in one group, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
+    def _held(self, end: int) -> int:
+        """The positions that blocks are held for, where those before `end` are granted."""
+        return max(end, min(end + self.ahead, self.longest))
+
     def _blocks_for_rows(self, rows: int, chunk: int) -> int:
         """Blocks for `rows` more entries in every table, if windows move on by chunks."""
         count = len(self._full) * rows
         for window, groups in self._windows.items():
-            seen = window - 1 + chunk
+            seen = window - 1 + chunk + self.ahead
             # However `seen` positions lie, they touch no more blocks than this.
             count += len(groups) * min(rows, (seen + self.block_size - 2) // self.block_size + 1)
         return count
 
     def blocks_for_length(self, num_tokens: int, chunk: int) -> int:
         """The least pool in which one sequence reaches `num_tokens`, computed by chunks."""
-        return self._blocks_for_rows(self.num_blocks_of(num_tokens), chunk)
+        return self._blocks_for_rows(self.num_blocks_of(self._held(num_tokens)), chunk)
 
     def sequences_of_length(self, num_tokens: int, chunk: int) -> int:
         """How many such sequences fit at once: one inside its prompt, the others behind theirs."""
@@ -128,7 +146,9 @@ class CacheGroups:
             for table in hit.tables
             for block in table
         )
-        rows = self.num_blocks_of(sequence.num_tokens) - hit.num_tokens // self.block_size
+        rows = (
+            self.num_blocks_of(self._held(sequence.num_tokens)) - hit.num_tokens // self.block_size
+        )
         return taken + self._blocks_for_rows(rows, chunk)
 
     def reads_prefix(self, sequence: Sequence) -> bool:
@@ -202,7 +222,8 @@ class CacheGroups:
     def room(self, sequence: Sequence) -> int:
         """How many positions behind `num_computed` can be granted with the blocks there are."""
         rows = len(sequence.block_tables[0]) + self.pool.num_free // len(self.specs)
-        return rows * self.block_size - sequence.num_computed
+        reach = rows * self.block_size
+        return reach - (self.ahead if reach < self.longest else 0) - sequence.num_computed
 
     def entries(self, sequence: Sequence) -> list[tuple[int, list[int]]]:
         """All live entries: for each group the index of the first, and the blocks from there."""
@@ -215,7 +236,7 @@ class CacheGroups:
     def grow(self, sequence: Sequence, end: int) -> list[tuple[int, list[int]]]:
         """Hold blocks for the positions before `end`, which `room` allows; the new entries."""
         first = len(sequence.block_tables[0])
-        if (rows := self.num_blocks_of(end) - first) <= 0:
+        if (rows := self.num_blocks_of(self._held(end)) - first) <= 0:
             return self._unchanged
         blocks = self.pool.allocate(rows * len(self.specs))
         added = [blocks[g * rows : (g + 1) * rows] for g in range(len(self.specs))]

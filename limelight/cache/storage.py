@@ -39,7 +39,7 @@ class KVStorage:
         *,
         scales_L2: torch.Tensor | None = None,
     ):
-        """`scales_L2`: of each layer's keys and of its values, if the cache is FP8; else 1."""
+        """`scales_L2`: of keys and of values of the first layers, if the cache is FP8; else 1."""
         slots = (num_blocks + 1) * shape.size
         # Zeros: attention reads slot 0 as the key and value of no token.
         self.pool = torch.zeros(
@@ -62,5 +62,5 @@ def _scales(given_L2: torch.Tensor | None, layers: int, device: torch.device) ->
     if given_L2 is not None:
         if not bool(((given_L2 > 0) & given_L2.isfinite()).all()):
             raise ValueError(f"scales of an FP8 KV cache must be above 0 and finite: {given_L2}")
-        scales_L2.copy_(given_L2)
+        scales_L2[: len(given_L2)] = given_L2
     return scales_L2

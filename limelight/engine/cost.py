@@ -80,6 +80,14 @@ class StepCost:
         beyond_X = beyond_X + climb * np.maximum(rows_X - self.points_P[-1], 0)
         return np.where((rows_X <= self.graphs) & (first > 0), curve_P[at_X], beyond_X)
 
+    def __str__(self) -> str:
+        """A line for each context, with the time of each number of rows."""
+        return "\n".join(
+            f"  {context} tokens before: "
+            + ", ".join(f"{rows} {ms:.4g}" for rows, ms in zip(self.points_P, times, strict=True))
+            for context, times in zip(self.contexts_C, self.times_CP, strict=True)
+        )
+
     @property
     def _first_without_graph(self) -> int:
         return int(np.searchsorted(self.points_P, self.graphs, side="right"))

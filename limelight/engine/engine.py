@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from limelight.engine.drafting import Drafting
 from limelight.engine.scheduler import Scheduler
 from limelight.types import (
     DeviceLost,
@@ -91,9 +92,10 @@ class Engine:
         eos_token_ids: list[int],
         overlap: bool = False,
         grammars: Grammars | None = None,
+        drafting: Drafting | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
-        self.grammars = grammars
+        self.grammars, self.drafting = grammars, drafting
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -129,7 +131,10 @@ class Engine:
         stats = self.scheduler.stats()
         stats["waiting"] += len(self.compiling)
         stats["waiting_tokens"] += sum(len(r.prompt_token_ids) for r in self.compiling.values())
-        return EngineStats(**stats, steps=self.steps, step_tokens=self.step_tokens)
+        speculation = None if self.drafting is None else self.drafting.stats()
+        return EngineStats(
+            **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation
+        )
 
     def close(self) -> None:
         """End what works beside the steps."""
@@ -143,6 +148,8 @@ class Engine:
         """
         outputs = self._take_grammars()
         plan = self.scheduler.schedule()
+        if self.drafting is not None and plan.grants:
+            plan = self.drafting.decide(plan)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
         step = None
         if plan.grants:
@@ -187,11 +194,15 @@ class Engine:
             result = step.launched.result()
         except Exception as error:
             return self._fail_all(step.sequences.values(), error)
-        outputs = []
+        outputs, going_on = [], []
         for grant, sampled in zip(step.plan.grants, result.sampled, strict=True):
             sequence = step.sequences[grant.slot]
             if self.scheduler.holds(sequence):
                 outputs.append(self._settle(sequence, grant, sampled))
+            if self.scheduler.running.get(grant.slot) is sequence:
+                going_on.append((grant, sampled))
+        if self.drafting is not None:
+            self.drafting.learn(going_on, result.times)
         return [output for output in outputs if output is not None]
 
     def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:
@@ -233,13 +244,11 @@ class Engine:
             return self._fail(sequence, error=sampled.error, refused=sampled.refused)
         if not grant.samples:
             return None
-        if request.max_tokens == 0:  # only the prompt was asked about
-            sampled = Sampled(sampled.slot, [])
         first = not sequence.output_token_ids
-        sequence.output_token_ids += sampled.token_ids
-        finish_reason, stop_reason = self._end(sequence)
-        if sampled.is_whole:
-            finish_reason, stop_reason = "stop", None
+        count, finish_reason, stop_reason = self._append(sequence, sampled.token_ids)
+        if sampled.is_whole and finish_reason is None:
+            finish_reason = "stop"
+        self.scheduler.settle(sequence, grant, sampled.num_accepted)
         prompt_logprobs = self.prompt_logprobs.pop(request.id, None) if first else None
         if finish_reason is not None:
             self.scheduler.finish(sequence)
@@ -247,8 +256,8 @@ class Engine:
         started = sequence.first_scheduled or request.arrival
         return Output(
             request_id=request.id,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
+            token_ids=sampled.token_ids[:count],
+            logprobs=sampled.logprobs and sampled.logprobs[:count],
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
@@ -256,10 +265,23 @@ class Engine:
             queued_seconds=max(0.0, started - request.arrival),
         )
 
+    def _append(
+        self, sequence: Sequence, token_ids: list[int]
+    ) -> tuple[int, FinishReason | None, int | None]:
+        """How many of these tokens the sequence takes, whether it then ends, and by which stop."""
+        if sequence.request.max_tokens == 0:  # only the prompt was asked about
+            return 0, "length", None
+        for count, token_id in enumerate(token_ids, 1):
+            sequence.output_token_ids.append(token_id)
+            finish_reason, stop_reason = self._end(sequence)
+            if finish_reason is not None:
+                return count, finish_reason, stop_reason
+        return len(token_ids), None, None
+
     def _end(self, sequence: Sequence) -> tuple[FinishReason | None, int | None]:
         """Whether the last token ends the sequence, and the stop token that did."""
         request, made = sequence.request, len(sequence.output_token_ids)
-        params, last = request.params, sequence.output_token_ids[-1] if made else None
+        params, last = request.params, sequence.output_token_ids[-1]
         if last in self.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if last in (params.stop_token_ids or ()):

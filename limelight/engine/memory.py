@@ -108,6 +108,7 @@ class MemoryPlan:
     max_model_len: int
     max_num_seqs: int
     chunk: int  # most tokens of one prompt in a step
+    ahead: int = 0  # positions behind these that are held for drafts
 
     def with_blocks(self, num_blocks: int) -> "MemoryPlan":
         """The same plan with a cache of that many blocks."""
@@ -129,8 +130,9 @@ class MemoryPlan:
     def tables(self) -> CacheGroups:
         """The block tables of a cache of this size, which know what fits."""
         return CacheGroups(
-            self.groups, BlockPool(max(1, self.num_blocks), block_size=self.block.size)
-        )
+            self.groups, BlockPool(max(1, self.num_blocks), block_size=self.block.size),
+            ahead=self.ahead, longest=self.max_model_len,
+        )  # fmt: skip
 
     def blocks_for(self, length: int) -> int:
         """The least blocks that let one sequence reach `length` tokens."""

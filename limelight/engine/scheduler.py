@@ -29,6 +29,9 @@ class Scheduler:
     own back and will be computed anew. `schedule` makes a plan and `advance` says that it has run
     or is sure to run before any later plan, so a plan can be made before the tokens of the one
     before are known. Only sequences that wait for a prefix in the making are overtaken.
+
+    Behind a step that drafts, each sequence that decodes brings `num_drafts` tokens more to be
+    verified, as far as its length and the step's budget go; `settle` says how many of them stood.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        num_drafts: int = 0,
     ):
         least, num_blocks = groups.blocks_for_length(max_model_len, 1), groups.pool.num_blocks
         if num_blocks < least:
@@ -49,7 +53,7 @@ class Scheduler:
             )
         self.groups = groups
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_model_len, self.policy = max_model_len, policy
+        self.max_model_len, self.policy, self.num_drafts = max_model_len, policy, num_drafts
         self.running: dict[int, Sequence] = {}  # by slot
         self._sequences: dict[str, Sequence] = {}  # by request, running or waiting
         self._ordered: list[Sequence] = []  # the running ones
@@ -133,7 +137,15 @@ class Scheduler:
         """The granted positions are computed; sequences finished since `schedule` are passed by."""
         for grant in plan.grants:
             if (sequence := self.running.get(grant.slot)) is not None:
-                self.groups.advance(sequence, grant.start + grant.num_tokens)
+                self.groups.advance(sequence, grant.start + grant.num_tokens - grant.num_drafts)
+                sequence.num_unsure += grant.num_drafts
+                sequence.num_drafts = self.num_drafts if plan.drafts and grant.samples else 0
+
+    def settle(self, sequence: Sequence, grant: Grant, num_accepted: int):
+        """So many of a grant's drafts stand, and the tokens are known; no matter if it has left."""
+        if self.running.get(grant.slot) is sequence and grant.num_drafts:
+            sequence.num_unsure -= grant.num_drafts
+            self.groups.advance(sequence, sequence.num_computed + num_accepted)
 
     def check(self):
         """Assert that queues, slots and blocks agree."""
@@ -162,8 +174,10 @@ class Scheduler:
             count = min(self._wanted(sequence), 1 + spare)
             if count > 0 and (count := self._make_room(sequence, count)) > 0:
                 spare -= count - 1
+                drafts = min(self._useful_drafts(sequence), spare)
+                spare -= drafts
                 tables = self.groups.grow(sequence, sequence.num_computed + count)
-                self._grant(plan, sequence, count, tables)
+                self._grant(plan, sequence, count, tables, drafts)
             index += 1
         return spare
 
@@ -175,6 +189,12 @@ class Scheduler:
         # Its last token is still being sampled: on to the next one, if there will be one.
         made = sequence.num_computed + 1 - sequence.num_prompt
         return int(made < sequence.request.max_tokens)
+
+    def _useful_drafts(self, sequence: Sequence) -> int:
+        """As many as wait, while it is not certain that the sequence ends before them."""
+        last = sequence.num_prompt + sequence.request.max_tokens - 1
+        left = last - 1 - (sequence.num_computed + sequence.num_unsure)
+        return max(0, min(sequence.num_drafts, left))
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
         """Preempt from the end until `sequence` can compute something; how much of `count`."""
@@ -198,6 +218,7 @@ class Scheduler:
         del self.running[sequence.slot]
         heappush(self._slots, sequence.slot)
         sequence.slot = None
+        sequence.num_unsure = sequence.num_drafts = 0
         self.groups.release(sequence)
 
     def _admit_waiting(self, plan: StepPlan, spare: int):
@@ -264,12 +285,13 @@ class Scheduler:
         sequence: Sequence,
         count: int,
         tables: list[tuple[int, list[int]]],
+        drafts: int = 0,
     ):
-        """Let it compute `count` positions, for which `tables` has the new entries."""
+        """Let it compute `count` positions and its drafts; `tables` has the new entries."""
         assert sequence.slot is not None
         start, end = sequence.num_computed, sequence.num_computed + count
         samples = end >= sequence.num_tokens
-        plan.grants.append(Grant(sequence.slot, start, count, tables, samples))
+        plan.grants.append(Grant(sequence.slot, start, count + drafts, tables, samples, drafts))
         first = start // self.groups.block_size
         if count > 1 and end // self.groups.block_size > first and self.groups.prefix_caching:
             digest = self.groups.block_hash(sequence, first)

@@ -10,13 +10,13 @@ R tokens; if that is the better rate, the drafter rests but for a trial now and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from limelight.engine.acceptance import Acceptance
 from limelight.engine.cost import StepCost
-from limelight.types import SpeculationStats
+from limelight.types import SpeculationStats, StepTimes, Trim
 
 PASSES = 128  # passes of a sequence that are remembered
 SAMPLES = 256  # sequences times passes that an estimate is made of, if there are as many
@@ -29,6 +29,9 @@ REST_MARGIN, WORK_MARGIN, DOUBT = 0.005, 0.002, 1.0
 TRIAL_COST = 0.004  # share of the time that trials may take while the drafter rests
 TRIAL_EVERY = (8, 4096)  # steps between trials, at least and at most
 TRIAL_SHARE = 4  # one of so many sequences, or all places of one, are verified in a trial at least
+# While the same sequences go on, a decision holds for so many steps, and one of so many is timed: a
+# step of one sequence takes little longer than to decide about it.
+STEPS_OF_A_DECISION, STEPS_OF_A_TIME = 4, 4
 # Labels or passes before which the drafter does not rest, for nothing is known of it.
 WARM_LABELS, WARM_PASSES = 1024, 64
 
@@ -56,6 +59,73 @@ class Decision:
     drafts: bool
 
 
+class Counts:
+    """What became of drafts since the start."""
+
+    def __init__(self, num_drafts: int):
+        self.steps = self.drafted = self.offered = self.verified = self.accepted = 0
+        self.verified_N = np.zeros(num_drafts, dtype=np.int64)
+        self.accepted_N = np.zeros(num_drafts, dtype=np.int64)
+
+    def settled(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Of sequences with drafts, how many were verified and how many stood."""
+        verified_B, accepted_B = np.asarray(verified), np.asarray(accepted)
+        place_N = np.arange(len(self.verified_N))
+        self.verified_N += (place_N < verified_B[:, None]).sum(axis=0)
+        self.accepted_N += (place_N < accepted_B[:, None]).sum(axis=0)
+        self.steps += int((verified_B > 0).sum())
+        self.verified += int(verified_B.sum())
+        self.accepted += int(accepted_B.sum())
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            steps=self.steps,
+            drafted=self.drafted,
+            offered=self.offered,
+            verified=self.verified,
+            accepted=self.accepted,
+            verified_at=self.verified_N.tolist(),
+            accepted_at=self.accepted_N.tolist(),
+        )
+
+
+class AllDrafts:
+    """Drafts in every step, and verifies all of them."""
+
+    def __init__(self, num_drafts: int):
+        self.counts, self._last = Counts(num_drafts), (0, 0)
+
+    def choose(self, load: Load) -> Decision:
+        self.counts.offered += sum(load.drafts)
+        self._last = sum(load.drafts), load.rows
+        return Decision(sum(load.drafts), True)
+
+    def trim(self, budget: int) -> Trim | None:
+        return None
+
+    def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
+        self.counts.drafted += odds_BN.size
+
+    def settled(
+        self,
+        slots: Sequence[int],
+        odds_BN: np.ndarray,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+    ) -> None:
+        self.counts.settled(verified, accepted)
+
+    def timed(self, times: StepTimes) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def stats(self) -> SpeculationStats:
+        budget, rows = self._last
+        return replace(self.counts.stats(), budget=budget, rows=rows)
+
+
 class Speculation:
     """Decides step by step, and learns from what steps gave and how long they took."""
 
@@ -80,10 +150,10 @@ class Speculation:
         self.rested = 0  # steps since the last pass
         self.trial = False
         self.passes = 0
-        self._counts = dict.fromkeys(("steps", "drafted", "offered", "verified", "accepted"), 0)
-        self._verified_N = np.zeros(num_drafts, dtype=np.int64)
-        self._accepted_N = np.zeros(num_drafts, dtype=np.int64)
+        self.counts = Counts(num_drafts)
         self._predicted = 0.0
+        self._decided: tuple[Load, Decision, int] | None = None  # and how often it served
+        self._times = 0
         self._last = (0, 0)  # budget and other rows
 
     @property
@@ -93,9 +163,26 @@ class Speculation:
 
     def choose(self, load: Load) -> Decision:
         """What a step does, by what is known before its drafts are."""
-        sequences = len(load.slots)
-        if sequences == 0:
+        if len(load.slots) == 0:
             return Decision(0, False)
+        self.counts.offered += sum(load.drafts)
+        decision = self._again(load) or self._decide(load)
+        self._last = (decision.budget, load.rows)
+        return decision
+
+    def _again(self, load: Load) -> Decision | None:
+        """The last decision, if it was about the same sequences, and nothing is being tried."""
+        if self._decided is None or self.resting or self.trial or not self.warm:
+            return None
+        before, decision, served = self._decided
+        same = (load.slots, load.drafts, load.rows) == (before.slots, before.drafts, before.rows)
+        if not same or served >= STEPS_OF_A_DECISION:
+            return None
+        self._decided = before, decision, served + 1
+        return decision
+
+    def _decide(self, load: Load) -> Decision:
+        sequences = len(load.slots)
         survival_HBN = self._recent(load.slots)
         drafting = self._pays(load, survival_HBN)
         cost = float(self.draft_cost.ms(sequences, 0)) if drafting else 0.0
@@ -105,9 +192,9 @@ class Speculation:
             # Whatever is thought of the drafts, some must be seen to know better.
             budget = max(budget, self._tried(gains, sequences))
         self.trial = drafting and self.resting
-        self._last = (budget, load.rows)
-        self._counts["offered"] += sum(load.drafts)
-        return Decision(budget, drafting)
+        decision = Decision(budget, drafting)
+        self._decided = load, decision, 1
+        return decision
 
     def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
         """The log odds of the drafts that a pass made, in the order of the passes."""
@@ -116,12 +203,12 @@ class Speculation:
         self.passes_S[at_B] += 1
         survival_BN = self.acceptance.survival(odds_BN)
         weight = 1 - (1 - FORGETTING) ** len(at_B)
-        if not self._counts["drafted"] and len(at_B):
+        if not self.counts.drafted and len(at_B):
             weight = 1.0
         if len(at_B):
             self.average_N = self.average_N + weight * (survival_BN.mean(axis=0) - self.average_N)
         self.passes += 1
-        self._counts["drafted"] += len(at_B) * self.num_drafts
+        self.counts.drafted += len(at_B) * self.num_drafts
 
     def settled(
         self,
@@ -134,16 +221,23 @@ class Speculation:
         if not any(verified):
             return
         assert len(slots) == len(odds_BN) == len(verified) == len(accepted)
-        verified_B1, accepted_B1 = np.asarray(verified)[:, None], np.asarray(accepted)[:, None]
-        place_N = np.arange(self.num_drafts)
-        seen_BN = place_N < verified_B1
+        seen_BN = np.arange(self.num_drafts) < np.asarray(verified)[:, None]
         self._predicted += float(self.acceptance.survival(odds_BN)[seen_BN].sum())
-        self._verified_N += seen_BN.sum(axis=0)
-        self._accepted_N += (place_N < accepted_B1).sum(axis=0)
-        self._counts["steps"] += int((verified_B1 > 0).sum())
-        self._counts["verified"] += int(verified_B1.sum())
-        self._counts["accepted"] += int(accepted_B1.sum())
+        self.counts.settled(verified, accepted)
         self.acceptance.observe(odds_BN, verified, accepted)
+
+    def trim(self, budget: int) -> Trim | None:
+        """How the device is to choose a budget's drafts."""
+        return Trim(budget, self.acceptance.slope, self.acceptance.intercepts_N.tolist())
+
+    def timed(self, times: StepTimes) -> None:
+        """Correct what steps are thought to take."""
+        self._times += 1
+        if self._times % STEPS_OF_A_TIME and self.warm:
+            return
+        self.verify_cost.observe(times.rows, times.context, times.verify_ms)
+        if times.draft_ms is not None:
+            self.draft_cost.observe(times.sequences, 0, times.draft_ms)
 
     def forget(self, slot: int) -> None:
         """The slot's sequence has left it, or will be computed anew."""
@@ -151,10 +245,8 @@ class Speculation:
 
     def stats(self) -> SpeculationStats:
         """Counts since the start, and what is believed now."""
-        return SpeculationStats(
-            **self._counts,
-            verified_at=self._verified_N.tolist(),
-            accepted_at=self._accepted_N.tolist(),
+        return replace(
+            self.counts.stats(),
             predicted=self._predicted,
             budget=self._last[0],
             rows=self._last[1],

@@ -13,6 +13,13 @@ from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, KVStorage
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig
+from limelight.engine.drafters import (
+    FoundDrafter,
+    drafter_kind,
+    find_drafter,
+    install_drafter,
+    start_drafting,
+)
 from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
@@ -31,7 +38,7 @@ from limelight.models.loader import (
     read_config,
 )
 from limelight.ops.fp4 import FP4
-from limelight.ops.paging import FP8, work_space
+from limelight.ops.paging import FEW_QUERIES, FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
@@ -51,6 +58,10 @@ KV_DTYPES = DTYPES | {"fp8": FP8, "fp8_e4m3": FP8}
 LEAST_FP8_HEAD = 32
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
+# Sequences that decode beside a prompt of WARM_PROMPT tokens: every regime of attention, whatever
+# the number of KV heads.
+WARM_DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WARM_PROMPT = 2 * FEW_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    drafter: FoundDrafter | None = None
 
 
 def resolve(config: EngineConfig) -> Resolved:
@@ -90,7 +102,12 @@ def resolve(config: EngineConfig) -> Resolved:
         raise ValueError(
             f"max_model_len {length} is above the {shape.max_positions} positions of the model"
         )
-    return Resolved(weights, folder, stored, packed, architecture, shape, device, dtype, length)
+    drafter = None
+    if config.speculative is not None:
+        drafter = find_drafter(config.speculative, kv_cache_dtype=config.kv_cache_dtype)
+    return Resolved(
+        weights, folder, stored, packed, architecture, shape, device, dtype, length, drafter
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -112,7 +129,10 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
     model, device, dtype = found.shape, found.device, found.dtype
     place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
     outline = build(found.architecture, model, place)
-    groups = plan_groups(model.windows)
+    kinds, drafter = weight_kinds(outline), found.drafter
+    if drafter is not None:
+        kinds.append(drafter_kind(drafter, outline, place))
+    groups = plan_groups(model.windows, drafter.shape.windows if drafter else None)
     kv_heads = mesh.kv_shard(model.num_kv_heads)
     fp8 = config.kv_cache_dtype.startswith("fp8")
     if fp8 and device.type == "cuda" and model.head_dim < LEAST_FP8_HEAD:
@@ -130,7 +150,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         available=free,
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
-        kinds=weight_kinds(outline),
+        kinds=kinds,
         workspace=_workspace(config, found) + _unpacked(outline, found),
         block=block,
         groups=groups,
@@ -138,6 +158,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         max_model_len=length,
         max_num_seqs=config.max_num_seqs,
         chunk=min(config.max_num_batched_tokens, length),
+        ahead=0 if drafter is None else drafter.ahead,
     )
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
 
@@ -225,9 +246,10 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
     scales_L2 = cache_scales(found.stored or [], shape.num_layers)
+    place = Placement(mesh, found.dtype, device)
     model = load_model(
         found.weights,
-        Placement(mesh, found.dtype, device),
+        place,
         config_folder=found.config,
         stored=found.stored,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -245,9 +267,16 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         eos_token_ids=ends,
         grammars=grammars.of_request,
     )
+    drafter, drafting = found.drafter, None
+    if drafter is not None:
+        dummy = drafter.config.load_format == "dummy"
+        dummy_seed = config.seed if dummy else None
+        install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
     warm_up(runner, plan, progress)
     if device.type == "cuda" and not config.enforce_eager:
         runner.capture(progress)
+    if drafter is not None:
+        drafting = start_drafting(runner, drafter, plan, progress)
     identity = (found.architecture, found.weights.resolve(), found.dtype, plan.block.dtype)
     groups = CacheGroups(
         plan.groups,
@@ -255,6 +284,8 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         prefix_caching=config.enable_prefix_caching,
         hash_seed=config.prefix_hash_seed,
         root=" ".join(map(str, identity)).encode(),
+        ahead=plan.ahead,
+        longest=plan.max_model_len,
     )
     scheduler = Scheduler(
         groups,
@@ -262,6 +293,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         policy=config.scheduling_policy,
+        num_drafts=0 if drafter is None else drafter.num_drafts,
     )
     info = ModelInfo(
         architecture=found.architecture,
@@ -274,7 +306,10 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
-    engine = Engine(scheduler, runner, eos_token_ids=ends, overlap=overlap, grammars=grammars)
+    engine = Engine(
+        scheduler, runner, eos_token_ids=ends, overlap=overlap, grammars=grammars,
+        drafting=drafting,
+    )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
 
 
@@ -294,21 +329,35 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
     kernel has been compiled.
     """
     longest = min(plan.chunk, plan.max_model_len - 1)
-    sizes = [longest, *WARM_SIZES] if runner.device.type == "cuda" else [512]
-    prompts = sorted({min(size, longest) for size in sizes}, reverse=True)
-    batches = [1, min(8, plan.max_num_seqs), plan.max_num_seqs]
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    with progress.phase("warming up", len(prompts) + len(batches)) as advance:
-        request = Request(
-            id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
-        )
-        tables = [(0, [1] * (-(-(longest + 1) // plan.block.size)))] * len(plan.groups)
-        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
-        for prompt in prompts:
-            runner.execute(StepPlan(admissions, [Grant(0, 0, prompt, tables, True)]))
-            advance(1)
-        for batch in batches:
-            grants = [Grant(slot, longest, 1, tables, True) for slot in range(batch)]
-            runner.execute(StepPlan([], grants))
+    request = Request(
+        id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
+    )
+    admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+    steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
+    with progress.phase("warming up", len(steps)) as advance:
+        for grants in steps:
+            runner.execute(StepPlan(admissions, grants, drafts=True))
             advance(1)
     runner.forget()
+
+
+def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:
+    """Prompts of each size alone, from the `longest` down; then sequences that decode, and on a
+    GPU also beside a prompt: such steps have attention kernels of their own."""
+    held = min(longest + 1 + plan.ahead, plan.max_model_len)
+    tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
+
+    def decoding(count: int) -> list[Grant]:
+        return [Grant(slot, longest, 1, tables, True) for slot in range(count)]
+
+    sizes = {min(size, longest) for size in ([longest, *WARM_SIZES] if on_gpu else [512])}
+    steps = [[Grant(0, 0, size, tables, True)] for size in sorted(sizes, reverse=True)]
+    steps += [decoding(count) for count in (1, min(8, plan.max_num_seqs), plan.max_num_seqs)]
+    if on_gpu and longest > FEW_QUERIES:
+        room = min(plan.max_num_seqs - 1, plan.chunk - WARM_PROMPT)
+        prompt = min(WARM_PROMPT, longest)
+        for count in sorted({min(count, room) for count in WARM_DECODING}):
+            if count > 0:
+                steps.append([*decoding(count), Grant(count, 0, prompt, tables, True)])
+    return steps

@@ -85,13 +85,16 @@ class DFlash2Config:
         )  # fmt: skip
 
     def check_target(self, target: ModelConfig) -> None:
-        """Refuse a target that this drafter was not made for."""
+        """Refuse a target that this drafter was not made for, or whose cache cannot hold it."""
         facts = (
             ("vocab_size", self.vocab_size, target.vocab_size),
             # Embeddings and LM head are the target's.
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
             ("num_target_layers", self.target_layers or target.num_layers, target.num_layers),
+            # Keys and values lie in the blocks of the target's.
+            ("num_key_value_heads", self.num_kv_heads, target.num_kv_heads),
+            ("head_dim", self.head_dim, target.head_dim),
         )
         for key, ours, theirs in facts:
             if ours != theirs:

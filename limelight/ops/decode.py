@@ -380,7 +380,7 @@ def launch(
     group, few = heads // kv_heads, layout.few
     rows = min(max(16, triton.next_power_of_2(group * queries)), MOST_ROWS)
     fp8 = cache.scales_2 is not None
-    tile = tile or tile_of(few * kv_heads, window=layout.window, fp8=fp8)
+    tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
     # The more queries, the more sums a part leaves behind.
     whole, least = tile.splits == 1, max(tile.least, queries // 2)
     apart = tile.apart and fresh is not None and not whole

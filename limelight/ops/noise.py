@@ -17,6 +17,8 @@ from limelight.ops import op, pdl
 # What a number is for. A position is drafted again by every pass that starts before it, so the
 # draft in row j of a pass has a stream of its own: DRAFT + j.
 PLAIN, ACCEPT, RESIDUAL, DRAFT = range(4)
+# How easy a pass is, and draft j in it (EASE + j), where acceptance is synthetic.
+PASS, EASE = 63, 64
 BITS = 64
 
 
@@ -36,12 +38,15 @@ def _shifted(x_X: torch.Tensor, bits: int) -> torch.Tensor:
     return (x_X >> bits) & ((1 << (BITS - bits)) - 1)
 
 
-def uniform(seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int) -> torch.Tensor:
-    """Numbers of [0, 1), FP64, for int64 seeds and positions that broadcast.
+def uniform(
+    seed_X: torch.Tensor, position_X: torch.Tensor, *, stream: int | torch.Tensor
+) -> torch.Tensor:
+    """Numbers of [0, 1), FP64, for int64 seeds, positions and streams that broadcast.
 
     Those of PLAIN are the ones that tokens are drawn with where nothing is drafted.
     """
-    x_X = seed_X * _signed(SEED) + (position_X + 1) * _signed(POSITION) + _signed(stream * STREAM)
+    x_X = seed_X * _signed(SEED) + (position_X + 1) * _signed(POSITION)
+    x_X = x_X + (_signed(stream * STREAM) if isinstance(stream, int) else stream * _signed(STREAM))
     for _ in range(2):
         x_X = x_X + _signed(SEED)
         x_X = (x_X ^ _shifted(x_X, 30)) * _signed(FIRST)

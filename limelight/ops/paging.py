@@ -92,6 +92,7 @@ class PagedLayout:
     `slots_T` (int64) is where this step's keys and values go. Nothing else of the contents is
     known on the host, so that a CUDA graph can be replayed with others: only that the `few` first
     sequences have at most FEW_QUERIES queries each, and bounds of the queries and tokens of all.
+    `busy` of them are likely to be no padding.
     """
 
     tables_SN: torch.Tensor
@@ -104,6 +105,7 @@ class PagedLayout:
     few: int
     max_query: int
     max_len: int
+    busy: int | None = None  # None: all
 
     @cached_property
     def on_host(self) -> "Segments":

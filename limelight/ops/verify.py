@@ -100,6 +100,23 @@ def verify_greedy_reference(
     return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
 
 
+def verify_by_odds(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+) -> Verified:
+    """As `verify`, but each draft stands by its log odds alone, and the likeliest token follows."""
+    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    at_BN = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1], device=seed_B.device)
+    u_BN = uniform(seed_B[:, None], at_BN, stream=ACCEPT)
+    accepted_B = _prefix(drafts.real_BN & (u_BN < torch.sigmoid(odds_BN.double())))
+    best_B, token_B = logits_RV[_at(drafts.rows_BQ, accepted_B)].max(dim=-1)
+    return _verified(drafts, starts_B, accepted_B, token_B, best_B)
+
+
 def verify_drawn_reference(
     logits_RV: torch.Tensor,
     starts_B: torch.Tensor,

@@ -47,7 +47,7 @@ class Guide:
     ):
         params, constraint, reasoning = request.params, request.constraint, request.reasoning
         self.refused: str | None = None
-        self.has_ended = False
+        self.has_ended = self.is_behind = False  # at the end, and behind it
         self._num_late = 0  # tokens of reasoning since its end should have come
         self._eos = eos_token_ids
         self._ignores_eos = params.ignore_eos
@@ -121,6 +121,7 @@ class Guide:
     def accept(self, token_id: int) -> None:
         """Go on by a token; what comes behind the end is no part of the answer."""
         if self.has_ended:
+            self.is_behind = True
             return
         following = [token_id]
         if self.thoughts is not None:

@@ -8,21 +8,40 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+
+from limelight.cache.storage import KVStorage
+from limelight.ops.paging import PagedLayout
 
 ALIGNMENT = 16
 # One set of host memory is filled while the copy of the one before may still run.
 STAGES = 2
 ON_DEVICE = -1
 MOST_CARVED = 1024
-Size = tuple[int, int, int]  # tokens, sequences, rows that sample
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class StepTensors:
-    """T tokens of B sequences, of which R rows sample; on the host or on the device.
+class Packed:
+    """Tensors that lie one after the other, on the host or on the device."""
+
+    @classmethod
+    def shapes(cls, groups: int, size: Size) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each, in order."""
+        raise NotImplementedError
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The same memory, where it is the host's."""
+        return {item.name: getattr(self, item.name).numpy() for item in fields(self)}
+
+
+@dataclass(frozen=True)
+class StepTensors(Packed):
+    """T tokens of B sequences, of which R rows sample: a size is (T, B, R).
 
     `tokens_T` holds ids, or -1 - slot for the last token of a slot, which only the device knows.
     """
@@ -37,54 +56,100 @@ class StepTensors:
     sample_slots_R: torch.Tensor
     temperature_R: torch.Tensor
     uniform_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    min_p_R: torch.Tensor
 
-    @cached_property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The same memory, where it is the host's."""
-        return {item.name: getattr(self, item.name).numpy() for item in fields(self)}
-
-
-def _carve(buffer: torch.Tensor, groups: int, size: Size) -> tuple[StepTensors, int]:
-    """The tensors of one size of step in `buffer`, and the bytes that they span."""
-    tokens, seqs, samples = size
-    shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-        (torch.int64, (tokens,)),
-        (torch.int64, (tokens,)),
-        (torch.int64, (groups, tokens)),
-        (torch.int32, (seqs,)),
-        (torch.int32, (seqs,)),
-        (torch.int32, (seqs + 1,)),
-        (torch.int64, (samples,)),
-        (torch.int64, (samples,)),
-        (torch.float32, (samples,)),
-        (torch.float32, (samples,)),
-    ]
-    at, views = 0, []
-    for dtype, shape in shapes:
-        nbytes = math.prod(shape) * dtype.itemsize
-        views.append(buffer[at : at + nbytes].view(dtype).view(shape))
-        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return StepTensors(*views), at
+    @classmethod
+    def shapes(cls, groups: int, size: Size) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        tokens, seqs, samples = size
+        return [
+            (torch.int64, (tokens,)),
+            (torch.int64, (tokens,)),
+            (torch.int64, (groups, tokens)),
+            (torch.int32, (seqs,)),
+            (torch.int32, (seqs,)),
+            (torch.int32, (seqs + 1,)),
+            (torch.int64, (samples,)),
+            (torch.int64, (samples,)),
+            *[(torch.float32, (samples,))] * 2,
+            (torch.int32, (samples,)),
+            *[(torch.float32, (samples,))] * 2,
+        ]
 
 
-class StepInputs:
-    """Host and device memory for the largest step."""
+@dataclass(frozen=True)
+class DraftedTensors(Packed):
+    """T rows of B sequences in a step with drafts, as far as the host knows them: (T, B, N).
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, groups: int, device: torch.device):
-        self.groups, self.device = groups, device
+    `tokens_T` holds ids of prompts, and -1 where the device knows the token. Sequence b has
+    `bases_B[b]` rows and those of the drafts that are kept of its `offered_B[b]`. It starts at
+    `firsts_B[b]`, or where the device says that it stands: -1. Padding has the slot of no one.
+    """
+
+    tokens_T: torch.Tensor
+    seeds_B: torch.Tensor
+    rows_B: torch.Tensor  # the slot of each sequence
+    bases_B: torch.Tensor
+    offered_B: torch.Tensor
+    firsts_B: torch.Tensor
+    samples_B: torch.Tensor  # 1: its last row has a next token
+    temperature_B: torch.Tensor
+    top_k_B: torch.Tensor
+    top_p_B: torch.Tensor
+    min_p_B: torch.Tensor
+    budget_1: torch.Tensor
+    trim_M: torch.Tensor  # the slope of acceptance, and the intercepts of N places
+
+    @classmethod
+    def shapes(cls, groups: int, size: Size) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        tokens, seqs, drafts = size
+        return [
+            (torch.int64, (tokens,)),
+            (torch.int64, (seqs,)),
+            *[(torch.int32, (seqs,))] * 5,
+            (torch.float32, (seqs,)),
+            (torch.int32, (seqs,)),
+            *[(torch.float32, (seqs,))] * 2,
+            (torch.int32, (1,)),
+            (torch.float32, (1 + drafts,)),
+        ]
+
+
+@dataclass(frozen=True)
+class PassTensors(Packed):
+    """The B sequences that are drafted for: their slots, seeds and temperatures."""
+
+    seeds_B: torch.Tensor
+    rows_B: torch.Tensor
+    temperature_B: torch.Tensor
+
+    @classmethod
+    def shapes(cls, groups: int, size: Size) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        return [(dtype, size) for dtype in (torch.int64, torch.int32, torch.float32)]
+
+
+Form = TypeVar("Form", bound=Packed)
+
+
+class StepInputs(Generic[Form]):
+    """Host and device memory for steps of one form, up to the largest size."""
+
+    def __init__(self, form: type[Form], largest: Size, *, groups: int, device: torch.device):
+        self.form, self.groups, self.device = form, groups, device
         self.on_host = device.type == "cpu"
-        largest = (8 * (2 + groups) + 4) * max_tokens + 40 * (max_seqs + 1) + 16 * ALIGNMENT
-        self.memory = torch.zeros(largest, dtype=torch.uint8, device=device)
+        nbytes = sum(_room(*shape) for shape in form.shapes(groups, largest))
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.stages = [
-            torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
+            torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
             for _ in range(0 if self.on_host else STAGES)
         ]
         self.copied: list[torch.cuda.Event | None] = [None] * len(self.stages)
         self.turn = 0
         # Steps of the sizes that come again and again find their tensors here.
-        self.carved: dict[tuple[int, Size], tuple[StepTensors, int]] = {}
+        self.carved: dict[tuple[int, Size], tuple[Form, int]] = {}
 
-    def stage(self, size: Size) -> StepTensors:
+    def stage(self, size: Size) -> Form:
         """Host memory to fill for a step of this size, before `send`."""
         if self.on_host:
             return self._tensors(ON_DEVICE, size)[0]
@@ -93,7 +158,7 @@ class StepInputs:
             event.synchronize()
         return self._tensors(self.turn, size)[0]
 
-    def send(self, size: Size) -> StepTensors:
+    def send(self, size: Size) -> Form:
         """What was staged, on the device."""
         tensors, nbytes = self._tensors(ON_DEVICE, size)
         if not self.on_host:
@@ -102,14 +167,27 @@ class StepInputs:
             event.record()
         return tensors
 
-    def _tensors(self, place: int, size: Size) -> tuple[StepTensors, int]:
+    def _tensors(self, place: int, size: Size) -> tuple[Form, int]:
         """Those of a stage or of the device, and their bytes."""
         if (place, size) not in self.carved:
             memory = self.memory if place == ON_DEVICE else self.stages[place]
             if len(self.carved) >= MOST_CARVED:
                 self.carved.clear()
-            self.carved[place, size] = _carve(memory, self.groups, size)
+            self.carved[place, size] = self._carve(memory, size)
         return self.carved[place, size]
+
+    def _carve(self, memory: torch.Tensor, size: Size) -> tuple[Form, int]:
+        at, views = 0, []
+        for dtype, shape in self.form.shapes(self.groups, size):
+            nbytes = math.prod(shape) * dtype.itemsize
+            views.append(memory[at : at + nbytes].view(dtype).view(shape))
+            at += _room(dtype, shape)
+        return self.form(*views), at
+
+
+def _room(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor up to where the next one begins."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 class BlockTables:
@@ -152,3 +230,44 @@ class BlockTables:
             self.tensor.view(-1).index_copy_(
                 0, at_X.to(device, non_blocking=True), blocks_X.to(device, non_blocking=True)
             )
+
+
+def lay_out(
+    tables: BlockTables,
+    storage: KVStorage,
+    *,
+    rows_B: torch.Tensor,
+    seq_lens_B: torch.Tensor,
+    starts_B: torch.Tensor,
+    slots_GT: torch.Tensor,
+    few: int,
+    bounds: tuple[int, int],
+    busy: int | None = None,
+) -> list[PagedLayout]:
+    """For each group of layers, where the keys and values of a step are and go.
+
+    The first `few` sequences have few queries; `bounds` are the most queries and tokens, and `busy`
+    sequences are likely to be no padding.
+    """
+    return [
+        PagedLayout(
+            tables_SN=tables.tensor[g],
+            rows_B=rows_B,
+            seq_lens_B=seq_lens_B,
+            starts_B=starts_B,
+            slots_T=slots_GT[g],
+            block_size=storage.shape.size,
+            window=group.window,
+            few=few,
+            max_query=bounds[0],
+            max_len=bounds[1],
+            busy=busy,
+        )
+        for g, group in enumerate(storage.groups)
+    ]
+
+
+def fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: float) -> None:
+    """`values`, then `rest` in what is left."""
+    to[: len(values)] = values
+    to[len(values) :] = rest

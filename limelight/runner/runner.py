@@ -1,8 +1,7 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,45 +9,27 @@ import torch
 
 from limelight.cache.storage import KVStorage
 from limelight.models.batch import Batch, Paged
+from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops.noise import plain_uniform
-from limelight.ops.paging import FEW_QUERIES, PagedLayout
+from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
+from limelight.ops.synthetic import SyntheticOdds
 from limelight.progress import Progress
-from limelight.runner.graphs import DecodeGraphs, graph_sizes
-from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors
-from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs
-from limelight.types import (
-    Admission,
-    DeviceLost,
-    Grant,
-    Request,
-    Sampled,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from limelight.runner.drafted import DraftedSteps
+from limelight.runner.drafter import Drafter
+from limelight.runner.graphs import Graphs, graph_sizes
+from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, lay_out
+from limelight.runner.launched import DraftedLaunch, Launched, device_faults
+from limelight.runner.sampler import NO_GRAMMARS, Sampler, token_logprobs
+from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
-NOT_NUMBERS = "the model's logits are not numbers"
-
-
-@contextmanager
-def device_faults(device: torch.device) -> Iterator[None]:
-    """Tell an error of one step from a device that does nothing any more: `DeviceLost`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if device.type == "cuda":
-            try:
-                torch.zeros((), device=device).item()
-            except RuntimeError:
-                raise DeviceLost(str(error)) from error
-        raise
 
 
 @dataclass(slots=True)
@@ -57,64 +38,6 @@ class Slot:
 
     request: Request
     token_ids: list[int]  # known on the host: the prompt, and the output before a preemption
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step that may still run on the device; `result` waits for it."""
-
-    grants: list[Grant]
-    slots: list[int]  # of the rows that sample, in their order
-    device: torch.device
-    choices: list[Choice] | None = None  # of these rows, where the host chose
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by slot
-    tokens_R: torch.Tensor | None = None  # where the device did, on the host once `done`
-    best_R: torch.Tensor | None = None
-    done: torch.cuda.Event | None = None
-
-    def fetch(self, tokens_R: torch.Tensor, best_R: torch.Tensor) -> "Launched":
-        """Send what the device chose on its way to the host; rows beyond `slots` are padding."""
-        self.tokens_R, self.best_R = tokens_R[: len(self.slots)], best_R[: len(self.slots)]
-        if self.device.type == "cuda":
-            self.tokens_R, self.best_R = (
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-                for x in (self.tokens_R, self.best_R)
-            )
-            self.done = torch.cuda.Event()
-            self.done.record()
-        return self
-
-    def result(self) -> StepResult:
-        """One `Sampled` for each grant, in the plan's order."""
-        with device_faults(self.device):
-            if self.done is not None:
-                self.done.synchronize()
-        choices = dict(zip(self.slots, self._choices(), strict=True))
-        return StepResult([self._sampled(grant, choices.get(grant.slot)) for grant in self.grants])
-
-    def _choices(self) -> list[Choice]:
-        if self.choices is not None:
-            return self.choices
-        if self.tokens_R is None or self.best_R is None:
-            return []
-        return [
-            Choice(token, error=None if best == best else NOT_NUMBERS)
-            for token, best in zip(self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
-        ]
-
-    def _sampled(self, grant: Grant, choice: Choice | None) -> Sampled:
-        prompt_logprobs = self.prompt_logprobs.get(grant.slot)
-        if choice is None:
-            return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
-        return Sampled(
-            slot=grant.slot,
-            token_ids=[choice.token_id] if choice.has_token else [],
-            logprobs=[choice.logprobs] if choice.logprobs else None,
-            prompt_logprobs=prompt_logprobs,
-            error=choice.error,
-            refused=choice.refused,
-            is_whole=choice.is_whole,
-        )
 
 
 class ModelRunner:
@@ -141,11 +64,10 @@ class ModelRunner:
             device=self.device,
         )
         self.inputs = StepInputs(
-            max_tokens=max(max_num_batched_tokens, max_num_seqs),
-            max_seqs=max_num_seqs,
-            groups=len(storage.groups),
-            device=self.device,
-        )
+            StepTensors,
+            (max(max_num_batched_tokens, max_num_seqs), max_num_seqs, max_num_seqs),
+            groups=len(storage.groups), device=self.device,
+        )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.slots: dict[int, Slot] = {}
@@ -155,23 +77,46 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
         )
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: Graphs[StepTensors, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.drafted: DraftedSteps | None = None
+        self.limits = {
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens
+        }  # fmt: skip
+
+    def draft_by(
+        self,
+        model: DFlash2,
+        *,
+        num_drafts: int,
+        draws: bool,
+        synthetic: SyntheticOdds | None = None,
+    ) -> Drafter:
+        """Make all steps from here on with drafts of this drafter."""
+        drafter = Drafter(
+            model, self.storage, self.tables, self.last_tokens,
+            num_drafts=num_drafts, max_model_len=self.max_model_len, draws=draws,
+            synthetic=synthetic,
+        )  # fmt: skip
+        self.drafted = DraftedSteps(self.model, drafter, self.sampler, **self.limits)
+        return drafter
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""
         return self.launch(plan).result()
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
         """Start one step; the device may still run the one before."""
         with device_faults(self.device), torch.inference_mode():
             return self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
         for admission in plan.admissions:
             self._admit(admission)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
+        if self.drafted is not None:
+            return self._launch_drafted(self.drafted, plan, grants)
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan.grants, [grant.slot for grant in sampling], self.device)
@@ -188,18 +133,43 @@ class ModelRunner:
             return launched
         logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
         if on_device:
-            return launched.fetch(*self._draw(logits_RV, tensors))
+            cuts = any(rule.truncated for rule in rules)
+            return launched.fetch(*self._draw(logits_RV, tensors, cuts=cuts))
         positions = [grant.start + grant.num_tokens for grant in sampling]
         launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
         chosen = [choice.token_id for choice in launched.choices]
         self.last_tokens[tensors.sample_slots_R] = torch.tensor(chosen, device=self.device)
         return launched
 
+    def _launch_drafted(
+        self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
+    ) -> DraftedLaunch:
+        known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
+        # Those whose tokens only the device knows come first of all.
+        grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
+        launched, hidden_TD = drafted.launch(plan, grants, known)
+        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        return launched
+
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make decode steps graphs; the model must have run before."""
+        if self.drafted is not None:
+            self.drafted.capture(progress)
+            return
         sizes = graph_sizes(self.tables.nobody)
-        self.graphs = DecodeGraphs(self.decode, self._padding, sizes, progress)
+        self.graphs = Graphs(self.decode, self._padding, sizes, progress)
+
+    @property
+    def most_rows_of_a_graph(self) -> int:
+        """Of a step with drafts; 0 without graphs."""
+        graphs = None if self.drafted is None else self.drafted.graphs
+        return 0 if graphs is None else graphs.sizes[-1]
+
+    def pretend(self, length: int) -> None:
+        """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
+        assert self.drafted is not None
+        self.drafted.drafter.lengths_S.fill_(length)
 
     def forget(self) -> None:
         """Drop what is known of every slot."""
@@ -209,7 +179,8 @@ class ModelRunner:
     def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self.model.logits(self.model(tensors.tokens_T, batch)), tensors)
+        logits_RV = self.model.logits(self.model(tensors.tokens_T, batch))
+        return self._draw(logits_RV, tensors, cuts=True)
 
     def _padding(self, size: int) -> StepTensors:
         return self._send((size,) * 3, [], [])
@@ -246,26 +217,28 @@ class ModelRunner:
         nobody = self.tables.nobody
         rows = np.repeat(slots, counts)
         blocks = self.tables.host[:, rows, positions // self.block_size]
-        _fill(to["tokens_T"], codes, 0)
-        _fill(to["positions_T"], positions, 0)
+        fill(to["tokens_T"], codes, 0)
+        fill(to["positions_T"], positions, 0)
         to["slots_GT"][:, :tokens] = blocks.astype(np.int64) * self.block_size + (
             positions % self.block_size
         )
         to["slots_GT"][:, tokens:] = -1
-        _fill(to["rows_B"], slots, nobody)
-        _fill(to["seq_lens_B"], starts + counts, 0)
+        fill(to["rows_B"], slots, nobody)
+        fill(to["seq_lens_B"], starts + counts, 0)
         to["starts_B"][: seqs + 1] = np.append(firsts, tokens)
         to["starts_B"][seqs + 1 :] = np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
         last_rows = dict(zip(slots.tolist(), (firsts + counts - 1).tolist(), strict=True))
-        _fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
-        _fill(to["sample_slots_R"], [grant.slot for grant in sampling], nobody)
+        fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
+        fill(to["sample_slots_R"], [grant.slot for grant in sampling], nobody)
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
-        _fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
+        fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
         numbers = [
             0.0 if rule.greedy else plain_uniform(rule.request.seed, grant.start + grant.num_tokens)
             for rule, grant in zip(rules, sampling, strict=True)
         ]
-        _fill(to["uniform_R"], numbers, 0.0)
+        fill(to["uniform_R"], numbers, 0.0)
+        for name, values, rest in self.sampler.cut_offs(rules):
+            fill(to[f"{name}_R"], values, rest)
 
     def _codes(self, grant: Grant) -> list[int]:
         """The ids of a grant's tokens, or the code of the last token of its slot."""
@@ -282,32 +255,24 @@ class ModelRunner:
         return self.model(tensors.tokens_T, self._batch(tensors, few=few, bounds=bounds))
 
     def _draw(
-        self, logits_RV: torch.Tensor, tensors: StepTensors
+        self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's token, kept as the last of its slot, and its best logit."""
         into = (self.last_tokens, tensors.sample_slots_R)
-        return sample(logits_RV, tensors.temperature_R, tensors.uniform_R, into=into)
+        numbers = (tensors.temperature_R, tensors.uniform_R)
+        cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
+        return sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
 
     def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
 
         The first `few` sequences have few queries; `bounds` are the most queries and tokens.
         """
-        layouts = [
-            PagedLayout(
-                tables_SN=self.tables.tensor[g],
-                rows_B=tensors.rows_B,
-                seq_lens_B=tensors.seq_lens_B,
-                starts_B=tensors.starts_B,
-                slots_T=tensors.slots_GT[g],
-                block_size=self.block_size,
-                window=group.window,
-                few=few,
-                max_query=bounds[0],
-                max_len=bounds[1],
-            )
-            for g, group in enumerate(self.storage.groups)
-        ]
+        layouts = lay_out(
+            self.tables, self.storage,
+            rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds,
+        )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
         return Batch(tensors.positions_T, paged, self.last_tokens)
 
@@ -330,9 +295,3 @@ class ModelRunner:
                 logits_RV = self.model.logits(hidden_TD[begin + at : begin + at + len(ids)])
                 rows += token_logprobs(logits_RV, ids, [wanted] * len(ids))
         return reports
-
-
-def _fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: float) -> None:
-    """`values`, then `rest` in what is left."""
-    to[: len(values)] = values
-    to[len(values) :] = rest

@@ -5,6 +5,7 @@ The random number of a token depends on its seed and position alone: not on slot
 preemption.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from limelight.ops.noise import plain_uniform
-from limelight.ops.sample import GREEDY_BELOW, invert, sample, truncate
+from limelight.ops.pieces import Cuts
+from limelight.ops.sample import GREEDY_BELOW, sample
 from limelight.runner.grammar import Guide, Masks
-from limelight.types import Request, SamplingParams, TokenLogprobs
+from limelight.types import Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
 
+NOT_NUMBERS = "the model's logits are not numbers"
 NO_GRAMMARS: "Mapping[str, xgrammar.CompiledGrammar]" = MappingProxyType({})
 
 
@@ -69,14 +72,34 @@ class Rules:
     @property
     def on_device(self) -> bool:
         """Whether the model's logits alone decide, so that the device can choose by itself."""
-        unguided = self.plain and self.guide is None
-        return unguided and not self.truncated and self.request.params.logprobs is None
+        return self.stateless and self.request.params.logprobs is None
 
     @property
     def truncated(self) -> bool:
         """Whether one of some of the likeliest tokens is drawn."""
         params = self.request.params
         return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+
+    @property
+    def stateless(self) -> bool:
+        """Whether what was output does not matter."""
+        return self.plain and self.guide is None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the last token was one that its guide cannot follow, or came behind the end."""
+        guide = self.guide
+        return guide is not None and (guide.refused is not None or guide.is_behind)
+
+    def fork(self) -> "Rules":
+        """Rules that go on by themselves from here, for drafts that may have to be taken back."""
+        other = copy.copy(self)
+        other.output = list(self.output)
+        if self.history is not None:
+            other.history = History(self.history.in_prompt_V, self.history.counts_V.clone())
+        if self.guide is not None:
+            other.guide = self.guide.fork()
+        return other
 
     def apply(self, logits_V: torch.Tensor) -> None:
         """Ban, shift and penalize, in place; a budget that is used up goes before all else."""
@@ -200,33 +223,27 @@ class Sampler:
     ) -> list[Choice]:
         """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
         rules = [self.rules[slot] for slot in slots]
-        processed_RV = self._processed(logits_RV, rules)
-        temperature_R = self._numbers([rule.request.params.temperature for rule in rules])
+        processed_RV = self.processed(logits_RV, rules)
+        temperature_R = self.numbers([rule.request.params.temperature for rule in rules])
         numbers = [
             0.0 if rule.greedy else plain_uniform(rule.request.seed, position)
             for rule, position in zip(rules, positions, strict=True)
         ]
-        chosen = sample(processed_RV, temperature_R, self._numbers(numbers))
+        cuts = self.cuts(rules)
+        chosen = sample(processed_RV, temperature_R, self.numbers(numbers), cuts=cuts)
         token_ids, best_R = (x.tolist() for x in chosen)
-        # Rows that need sorting are drawn apart: the order of the vocabulary decides which token a
-        # random number means, and it must not depend on the neighbours.
-        rows = [r for r, rule in enumerate(rules) if rule.truncated]
-        if rows:
-            params = [rules[r].request.params for r in rows]
-            drawn = self._draw(processed_RV[rows], params, [numbers[r] for r in rows])
-            for r, token_id in zip(rows, drawn, strict=True):
-                token_ids[r] = token_id
         logprobs = self._logprobs(logits_RV, rules, token_ids)
         return [
-            self._settle(rule, best, token_id, logprobs.get(r))
+            self.settle(rule, best, token_id, logprobs.get(r))
             for r, (rule, best, token_id) in enumerate(zip(rules, best_R, token_ids, strict=True))
         ]
 
-    def _settle(
-        self, rule: Rules, best: float, token_id: int, logprobs: TokenLogprobs | None
+    def settle(
+        self, rule: Rules, best: float, token_id: int, logprobs: TokenLogprobs | None = None
     ) -> Choice:
+        """What comes of the token that was chosen where the largest logit is `best`."""
         if best != best:
-            return Choice(0, error="the model's logits are not numbers")
+            return Choice(0, error=NOT_NUMBERS)
         guide = rule.guide
         if best == float("-inf"):
             if guide is not None and guide.is_whole:
@@ -237,7 +254,8 @@ class Sampler:
             return Choice(0, refused=guide.refused)
         return Choice(token_id, logprobs)
 
-    def _processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
+    def processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
+        """Logits as each row's rule leaves them; the same tensor if all leave them alone."""
         rows = [r for r, rule in enumerate(rules) if rule.shifts]
         guided = {r: rule.guide for r, rule in enumerate(rules) if rule.guide is not None}
         guided = {r: guide for r, guide in guided.items() if guide.needs_mask}
@@ -256,22 +274,26 @@ class Sampler:
             self._masks = Masks(vocab_size=self.vocab_size, device=self.device)
         self._masks.apply(logits_RV, list(guided), self._masks.fill(list(guided.values())))
 
-    def _draw(
-        self, logits_RV: torch.Tensor, params: list[SamplingParams], numbers: list[float]
-    ) -> list[int]:
-        """A token for each row out of the likeliest, by inversion over them in falling order."""
-        scaled_RV = logits_RV / self._numbers([p.temperature for p in params])[:, None]
-        scaled_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-        probs_RV = self._truncate(torch.softmax(scaled_RV, dim=-1), params)
-        index_R = invert(probs_RV, self._numbers(numbers))
-        return ids_RV.gather(1, index_R[:, None])[:, 0].tolist()
+    def cut_offs(self, rules: list[Rules]) -> list[tuple[str, list[int] | list[float], float]]:
+        """Each kind's name, its numbers by row, and the one that cuts nothing off."""
+        params = [rule.request.params for rule in rules]
+        size = self.vocab_size
+        return [
+            ("top_k", [p.top_k if p.top_k > 0 else size for p in params], size),
+            ("top_p", [p.top_p for p in params], 1.0),
+            ("min_p", [p.min_p for p in params], 0.0),
+        ]
 
-    def _truncate(self, probs_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
-        cuts = (top_k, [p.top_p for p in params], [p.min_p for p in params])
-        return truncate(probs_RV, *(self._numbers(cut) for cut in cuts))
+    def cuts(self, rules: list[Rules]) -> Cuts | None:
+        """The cut-offs of each row; None where no row has any."""
+        if not any(rule.truncated for rule in rules):
+            return None
+        (_, top_k, _), *others = self.cut_offs(rules)
+        top_k_R = torch.tensor(top_k, dtype=torch.int32, device=self.device)
+        return Cuts(top_k_R, *(self.numbers(values) for _, values, _ in others))
 
-    def _numbers(self, values: Sequence[float]) -> torch.Tensor:
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """FP32, on the device."""
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def _logprobs(

@@ -57,10 +57,10 @@ JSON = tag({"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 
 class Small:
     """flint-nano in so little cache that some requests are computed anew, and its tokens."""
 
-    def __init__(self):
+    def __init__(self, **changes: object):
         config = EngineConfig(
             model="flint-nano", device="cpu", max_num_seqs=12, max_model_len=256,
-            kv_cache_memory_bytes=5 * 2**18,
+            kv_cache_memory_bytes=5 * 2**18, **changes,
         )  # fmt: skip
         started = start_engine(config, Progress(quiet=True))
         self.engine: Engine = started.engine

@@ -97,3 +97,8 @@ def test_what_was_not_measured_follows_in_part_and_what_was_stays():
 def test_a_table_that_is_none_is_refused(given):
     with pytest.raises(ValueError, match="table of step times"):
         table(**given)
+
+
+def test_a_table_is_told_by_context_and_rows():
+    cost = StepCost([1, 8], [0, 500], [[1.0, 2.5], [1.25, 3.0]], graphs=0)
+    assert str(cost) == "  0 tokens before: 1 1, 8 2.5\n  500 tokens before: 1 1.25, 8 3"

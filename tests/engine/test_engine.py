@@ -26,9 +26,8 @@ WHOLE, REFUSED = "whole", "refused"
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"], autouse=True)
 def overlap(request, monkeypatch):
     """Every test of this file holds for the plain loop and for the overlapped one."""
-    monkeypatch.setattr(
-        Engine.__init__, "__kwdefaults__", {"overlap": request.param, "grammars": None}
-    )
+    defaults = (Engine.__init__.__kwdefaults__ or {}) | {"overlap": request.param}
+    monkeypatch.setattr(Engine.__init__, "__kwdefaults__", defaults)
 
 
 class Scripted:

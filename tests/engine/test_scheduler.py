@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from world import FULL, SLIDING, World, numbers
+from world import FULL, SLIDING, World, ahead, numbers
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, GroupSpec
@@ -19,11 +19,13 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("num_drafts", [0, 1, 7], ids="drafts{}".format)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape, seed):
+def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape, num_drafts, seed):
     rng = random.Random(seed)
     specs, size = SHAPES[shape], rng.choice([1, 3, 4, 8])
-    least = CacheGroups(specs, BlockPool(1, block_size=size)).blocks_for_length(60, 1)
+    groups = CacheGroups(specs, BlockPool(1, block_size=size), ahead=ahead(num_drafts), longest=60)
+    least = groups.blocks_for_length(60, 1)
     world = World(
         specs,
         int(least * rng.choice([1, 1.3, 2, 4])),
@@ -34,6 +36,7 @@ def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape,
         max_num_seqs=rng.randint(1, 6),
         max_num_batched_tokens=rng.choice([1, 5, 16, 40]),
         max_model_len=60,
+        num_drafts=num_drafts,
         policy=rng.choice(["fcfs", "priority"]),
     )
     for event in range(150):

@@ -1,7 +1,7 @@
 """A world for the scheduler: a machine that checks every key it reads, and the engine's part."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, GroupSpec
@@ -29,47 +29,82 @@ def histories(token_ids: list[int]) -> list[int]:
     return all_seen
 
 
+def ahead(num_drafts: int) -> int:
+    """Positions held behind what is granted: of drafts unsettled, verified and drafted."""
+    return 3 * num_drafts + 1 if num_drafts else 0
+
+
 @dataclass
 class Machine:
-    """Executes plans: grants one by one in any order, each writing its keys and then reading."""
+    """Executes plans: grants one by one in any order, each writing its keys and then reading.
+
+    Some of a grant's drafts stand, as only the machine knows; what they leave behind, and what a
+    block of `num_drafts` new ones writes, is not to be read.
+    """
 
     specs: list[GroupSpec]
     block_size: int
     rng: random.Random
+    num_drafts: int = 0
+    longest: int = 0
     memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     tables: dict[int, list[dict[int, int]]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
 
-    def execute(self, plan: StepPlan) -> dict[int, int]:
-        """The sampled token of each slot that samples."""
+    def execute(self, plan: StepPlan) -> dict[int, list[int]]:
+        """The sampled tokens of each slot that samples: of the drafts that stood, and one more."""
         for admission in plan.admissions:
             token_ids = admission.request.prompt_token_ids + admission.output_token_ids
             self.tokens[admission.slot] = token_ids
             self.tables[admission.slot] = [{} for _ in self.specs]
         sampled = {}
         for grant in self.rng.sample(plan.grants, len(plan.grants)):
-            token_ids, end = self.tokens[grant.slot], grant.start + grant.num_tokens
-            assert grant.num_tokens > 0 and end <= len(token_ids)
-            assert grant.samples == (end == len(token_ids))
-            self._attend(grant, histories(token_ids), end)
-            self.computed += grant.num_tokens
+            token_ids, base = self.tokens[grant.slot], grant.num_tokens - grant.num_drafts
+            # Where a step with drafts was under way, the grant tells the earliest start.
+            unsure = grant.num_drafts or (grant.samples and base == 1 and self.num_drafts)
+            start = len(token_ids) - 1 if unsure else grant.start
+            assert base > 0 and grant.start <= start and start + base <= len(token_ids)
+            assert grant.samples == (start + base == len(token_ids))
+            self._take(grant)
+            self._attend(grant, histories(token_ids), start, start + base)
+            self.computed += base
             if grant.samples:
-                sampled[grant.slot] = next_token(token_ids)
-                token_ids.append(sampled[grant.slot])
+                stood = self.rng.randint(0, grant.num_drafts)
+                sampled[grant.slot] = []
+                for _ in range(stood + 1):
+                    sampled[grant.slot].append(next_token(token_ids))
+                    token_ids.append(sampled[grant.slot][-1])
+                self._attend(grant, histories(token_ids), start + 1, start + 1 + stood)
+                self._try(grant, start + 1 + stood, start + 1 + grant.num_drafts)
+                if plan.drafts and self.num_drafts:
+                    self._try(
+                        grant, start + base + stood, start + base + stood + self.num_drafts + 1
+                    )
         return sampled
 
-    def _attend(self, grant, seen, end):
-        size = self.block_size
-        for g, (spec, table) in enumerate(zip(self.specs, self.tables[grant.slot], strict=True)):
-            first, blocks = grant.tables[g]
+    def _take(self, grant):
+        for table, (first, blocks) in zip(self.tables[grant.slot], grant.tables, strict=True):
             assert 0 not in blocks
             assert all(table.get(first + i) != block for i, block in enumerate(blocks))
             table.update(enumerate(blocks, first))
-            for position in range(grant.start, end):
+
+    def _try(self, grant, start, end):
+        """Leave keys that mean nothing."""
+        for g, table in enumerate(self.tables[grant.slot]):
+            for position in range(start, min(end, self.longest)):
+                self.memory[table[position // self.block_size], position % self.block_size] = (
+                    g,
+                    None,
+                )
+
+    def _attend(self, grant, seen, start, end):
+        size = self.block_size
+        for g, (spec, table) in enumerate(zip(self.specs, self.tables[grant.slot], strict=True)):
+            for position in range(start, end):
                 place = table[position // size], position % size
                 self.memory[place] = g, seen[position]
-            oldest = 0 if spec.window is None else max(0, grant.start - spec.window + 1)
+            oldest = 0 if spec.window is None else max(0, start - spec.window + 1)
             for position in range(oldest, end):
                 place = table[position // size], position % size
                 assert self.memory[place] == (g, seen[position])
@@ -81,14 +116,17 @@ class World:
     def __init__(
         self, specs, num_blocks, *, block_size=4, seed=0, late=False, groups=None, **limits
     ):
-        self.groups = CacheGroups(
-            specs, BlockPool(num_blocks, block_size=block_size), **(groups or {})
-        )
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 100, **limits}
+        drafts, longest = limits.get("num_drafts", 0), limits["max_model_len"]
+        self.groups = CacheGroups(
+            specs, BlockPool(num_blocks, block_size=block_size),
+            ahead=ahead(drafts), longest=longest, **(groups or {}),
+        )  # fmt: skip
         self.scheduler = Scheduler(self.groups, **limits)
-        self.machine = Machine(specs, block_size, random.Random(seed))
+        self.rng = random.Random(seed + 1)
+        self.machine = Machine(specs, block_size, random.Random(seed), drafts, longest)
         self.late = late
-        self.unsettled: list[tuple[dict[int, Sequence], dict[int, int]]] = []
+        self.unsettled: list[tuple[StepPlan, dict[int, Sequence], dict[int, list[int]]]] = []
         self.live: dict[str, Sequence] = {}
         self.done: dict[str, Sequence] = {}
         self.plans: list[StepPlan] = []
@@ -114,7 +152,8 @@ class World:
         self.scheduler.check()
 
     def step(self):
-        plan = self.scheduler.schedule()
+        # Now and then the drafter rests.
+        plan = replace(self.scheduler.schedule(), drafts=self.rng.random() < 0.9)
         self.scheduler.check()
         self.plans.append(plan)
         limit = self.scheduler.max_num_batched_tokens
@@ -124,7 +163,7 @@ class World:
         if self.late:
             self.scheduler.advance(plan)
             self.scheduler.check()
-        self.unsettled.append((running, self.machine.execute(plan)))
+        self.unsettled.append((plan, running, self.machine.execute(plan)))
         if not self.late:
             self.scheduler.advance(plan)
         self.settle(keep=int(self.late and bool(plan.grants)))
@@ -132,17 +171,23 @@ class World:
 
     def settle(self, keep):
         while len(self.unsettled) > keep:
-            running, sampled = self.unsettled.pop(0)
-            for slot, token in sampled.items():
-                sequence = running[slot]
-                id, output = sequence.request.id, sequence.output_token_ids
-                if self.live.get(id) is not sequence:
-                    continue
-                output.append(token)
-                if len(output) == sequence.request.max_tokens or ends(sequence.request, token):
-                    self.scheduler.finish(sequence)
-                    self.done[id] = self.live.pop(id)
+            plan, running, sampled = self.unsettled.pop(0)
+            grants = {grant.slot: grant for grant in plan.grants}
+            for slot, tokens in sampled.items():
+                if self.live.get(running[slot].request.id) is running[slot]:
+                    self.append(running[slot], grants[slot], tokens)
         self.scheduler.check()
+
+    def append(self, sequence, grant, tokens):
+        id, output = sequence.request.id, sequence.output_token_ids
+        for token in tokens:
+            output.append(token)
+            if len(output) == sequence.request.max_tokens or ends(sequence.request, token):
+                self.scheduler.settle(sequence, grant, len(tokens) - 1)
+                self.scheduler.finish(sequence)
+                self.done[id] = self.live.pop(id)
+                return
+        self.scheduler.settle(sequence, grant, len(tokens) - 1)
 
     def run(self):
         for _ in range(10_000):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models.drafters import FEATURES, Cache, config_json, make_drafter, weights_of
+from drafters import FEATURES, Cache, config_json, make_drafter, weights_of
 
 from limelight.models.dflash2 import Drafts
 from limelight.ops.selector import walk

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models.drafters import CONFIG, DRAFTING, config_json, write_drafter
+from drafters import CONFIG, DRAFTING, config_json, write_drafter
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.drafters import CPU, FEATURES, Cache, config_json, make_drafter, make_ends, randomize
+from drafters import CPU, FEATURES, Cache, config_json, make_drafter, make_ends, randomize
 
 from limelight.models import dflash2, dflash2_loader, layers
 from limelight.models.dflash2 import DFlash2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import FAMILIES, prompts, request, run, start
 
-from limelight.checkpoint import BUNDLED_NAMES
+from limelight.checkpoint import BUNDLED_DRAFTERS, BUNDLED_NAMES
 from limelight.ops import use_reference
 
 pytestmark = pytest.mark.gpu
@@ -85,23 +85,66 @@ def test_prompts_and_answers_are_as_likely_as_transformers_says(real):
     assert kernels < 1.2 * min(peer, references) + 1e-3
 
 
+NO_DRAFTS = {"num_speculative_tokens": 0}
+
+
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_plain_graphed_and_overlapped_steps_give_the_same_tokens(name):
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    settings = {
+        "max_num_batched_tokens": 64, "max_num_seqs": 8, "speculative_config": NO_DRAFTS
+    }  # fmt: skip
     plain = engine(name, enforce_eager=True, async_scheduling=False, **settings)
     graphed = engine(name, async_scheduling=False, **settings)
     overlapped = engine(name, **settings)
     assert overlapped.overlap and graphed.runner.graphs and not plain.runner.graphs
-    for seed, temperature in ((1, 0.0), (2, 0.8)):
+    for seed, params in ((1, {}), (2, {"temperature": 0.8}), (3, {"temperature": 1, "top_p": 0.9})):
         answers = []
         for served in (plain, graphed, overlapped):
             # Eight of one length each fill every step in the same way.
             asked = [
-                request(p, max_tokens=90, temperature=temperature, seed=i, logprobs=None)
+                request(p, max_tokens=90, seed=i, logprobs=None, **params)
                 for i, p in enumerate(prompts(*[30] * 8, seed=seed))
             ]
             answers.append([answer.token_ids for answer in run(served, asked)])
         assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("name", sorted(BUNDLED_DRAFTERS))
+def test_drafts_give_the_tokens_of_no_drafts_by_step_by_graph_and_overlapped(
+    name, method, adaptive
+):
+    """But for near ties, for products of more rows round in another order."""
+    spec = {
+        "model": BUNDLED_DRAFTERS[name], "enable_adaptive_verification": adaptive,
+        "draft_sample_method": method,
+    }  # fmt: skip
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
+    served = [
+        engine(name, speculative_config=NO_DRAFTS, **settings),
+        engine(name, speculative_config=spec, enforce_eager=True, **settings),
+        engine(name, speculative_config=spec, async_scheduling=False, **settings),
+        engine(name, speculative_config=spec, **settings),
+    ]
+    # Drafts that are drawn keep the distribution, not the text.
+    kinds = [{}] + [{"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}] * (method == "greedy")
+    for seed, params in enumerate(kinds):
+        texts = []
+        for one in served:
+            asked = [
+                request(p, max_tokens=60, seed=i, logprobs=None, **params)
+                for i, p in enumerate(prompts(*[30] * 8, seed=seed))
+            ]
+            texts.append([answer.token_ids for answer in run(one, asked)])
+        for drafted in texts[1:]:
+            same = sum(a == b for a, b in zip(drafted, texts[0], strict=True))
+            assert same >= 6, (params, same)
+    for one in served[1:]:
+        stats = one.stats().speculation
+        assert 0 < stats.accepted <= stats.verified
+    for one in served:
+        one.close()
 
 
 def test_a_long_run_takes_no_more_memory():

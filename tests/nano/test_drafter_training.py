@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from models.drafters import CPU, Cache, config_json, randomize
+from drafters import CPU, Cache, config_json, randomize
 from tiny import prompts, write_checkpoint
 
 from limelight.models.batch import Batch

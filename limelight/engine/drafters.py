@@ -1,0 +1,194 @@
+"""From a drafting config to a drafter that runs: find, check, load, and time the steps it makes."""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from limelight.checkpoint import locate
+from limelight.engine.cost import StepCost
+from limelight.engine.drafting import Drafting
+from limelight.engine.memory import MemoryPlan, WeightKind, format_of
+from limelight.engine.speculation import AllDrafts, Speculation
+from limelight.models.dflash2 import DFlash2, Ends
+from limelight.models.dflash2_config import DFlash2Config
+from limelight.models.dflash2_loader import load_drafter, read_drafter_config
+from limelight.models.layers import Placement
+from limelight.models.loader import Model
+from limelight.ops.synthetic import SPREAD, SyntheticOdds
+from limelight.progress import Progress
+from limelight.runner.runner import ModelRunner
+from limelight.speculative import SpeculativeConfig
+from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan, StepTimes
+
+logger = logging.getLogger(__name__)
+# Rows of logits at once, in bytes; drafts beyond are not verified.
+LOGITS_AT_ONCE = 2**30
+TIMED_ROUNDS = 3
+# Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
+TIMED_LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
+MOST_TIMED_ROWS = {"cpu": 128, "cuda": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDrafter:
+    """A drafter's files and shape, and how it is to work."""
+
+    folder: Path
+    shape: DFlash2Config
+    config: SpeculativeConfig
+    num_drafts: int
+
+    @property
+    def ahead(self) -> int:
+        """Positions behind a sequence's next one that a step may need: of drafts that are not
+        settled yet, of drafts it verifies, and of the block that it drafts."""
+        return 3 * self.num_drafts + 1
+
+
+def find_drafter(config: SpeculativeConfig, *, kv_cache_dtype: str) -> FoundDrafter:
+    """`ValueError` for what cannot be had."""
+    assert config.model is not None
+    weights = config.load_format != "dummy"
+    folder = locate(config.model, revision=config.revision, weights=weights)
+    shape = read_drafter_config(folder)
+    most = shape.block_size - 1
+    count = most if config.num_speculative_tokens is None else config.num_speculative_tokens
+    if count > most:
+        logger.warning("%s was trained for %d drafts, not %d", folder, most, count)
+    rates = config.synthetic_acceptance_rates
+    if rates is not None and len(rates) != count:
+        raise ValueError(f"{len(rates)} synthetic_acceptance_rates for {count} drafts")
+    if config.kv_cache_dtype not in ("auto", kv_cache_dtype):
+        raise ValueError(
+            f"--speculative-config: the drafter's keys share the model's cache, whose "
+            f"kv_cache_dtype is {kv_cache_dtype}, not {config.kv_cache_dtype}"
+        )
+    if config.attention_backend is not None:
+        logger.info("attention_backend %s: drafts have one way here", config.attention_backend)
+    return FoundDrafter(folder, shape, config, count)
+
+
+def drafter_kind(found: FoundDrafter, target: Model, place: Placement) -> WeightKind:
+    """What its weights take, from shapes alone."""
+    found.shape.check_target(target.config)
+    place = replace(place, targets={}, outline=True)
+    model = DFlash2(found.shape, place, Ends(target.embed, target.head))
+    weights = [one.into for one in model.targets.values()]
+    return WeightKind(
+        "drafter",
+        sum(math.prod(weight.shape) for weight in weights),
+        sum(weight.nbytes for weight in weights),
+        format=", ".join(sorted({format_of(weight) for weight in weights})),
+    )
+
+
+def install_drafter(
+    runner: ModelRunner,
+    found: FoundDrafter,
+    place: Placement,
+    *,
+    dummy_seed: int | None,
+    progress: Progress,
+) -> None:
+    """Load a drafter, and let the runner draft by it."""
+    model = load_drafter(
+        found.folder, place, runner.model, dummy_seed=dummy_seed, progress=progress
+    )
+    runner.draft_by(
+        model,
+        num_drafts=found.num_drafts,
+        draws=found.config.draft_sample_method == "probabilistic",
+        synthetic=_synthetic_odds(found, runner),
+    )
+
+
+def _synthetic_odds(found: FoundDrafter, runner: ModelRunner) -> SyntheticOdds | None:
+    rates, spread = found.config.synthetic_acceptance_rates, found.config.synthetic_spread
+    if rates is None:
+        return None
+    logger.warning(
+        "drafts are accepted at the rates %s whatever the model says: texts mean nothing", rates
+    )
+    return SyntheticOdds(rates, spread=SPREAD if spread is None else spread, device=runner.device)
+
+
+def start_drafting(
+    runner: ModelRunner, found: FoundDrafter, plan: MemoryPlan, progress: Progress
+) -> Drafting:
+    """What decides about drafts, with the times of steps where it needs them."""
+    synthetic = found.config.synthetic_acceptance_rates is not None
+    if not found.config.enable_adaptive_verification:
+        return Drafting(AllDrafts(found.num_drafts), synthetic=synthetic)
+    timing = Timing(runner, found.num_drafts, plan)
+    verify_cost, draft_cost = timing.tables(progress)
+    logger.info("verifying takes (ms)\n%s\ndrafting takes (ms)\n%s", verify_cost, draft_cost)
+    return Drafting(
+        Speculation(
+            num_drafts=found.num_drafts,
+            max_seqs=plan.max_num_seqs,
+            verify_cost=verify_cost,
+            draft_cost=draft_cost,
+            max_rows=max(plan.max_num_seqs, LOGITS_AT_ONCE // (4 * runner.model.head.outputs)),
+        ),
+        synthetic=synthetic,
+    )
+
+
+class Timing:
+    """Steps of random contents in the empty cache, timed."""
+
+    def __init__(self, runner: ModelRunner, num_drafts: int, plan: MemoryPlan):
+        self.runner, self.num_drafts, self.plan = runner, num_drafts, plan
+        kind = runner.device.type
+        most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk, MOST_TIMED_ROWS[kind])
+        self.rows = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+        self.contexts = [n * self._sequences(most) for n in TIMED_LENGTHS[kind]]
+
+    def tables(self, progress: Progress) -> tuple[StepCost, StepCost]:
+        """Of verifying, by rows and context, and of drafting, by sequences."""
+        verify_ms: list[list[float]] = []
+        draft_ms: dict[int, float] = {}
+        count = len(self.contexts) * len(self.rows)
+        with progress.phase("timing steps", count) as advance:
+            for context in self.contexts:
+                verify_ms.append([])
+                for rows in self.rows:
+                    times = [self.step(rows, context) for _ in range(TIMED_ROUNDS)]
+                    verify_ms[-1].append(min(one.verify_ms for one in times))
+                    sequences = times[0].sequences
+                    best = min(one.draft_ms or math.inf for one in times)
+                    draft_ms[sequences] = min(draft_ms.get(sequences, math.inf), best)
+                    advance(1)
+        self.runner.forget()
+        graphs, counts = self.runner.most_rows_of_a_graph, sorted(draft_ms)
+        return (
+            StepCost(self.rows, self.contexts, verify_ms, graphs=graphs),
+            StepCost(counts, [0], [[draft_ms[n] for n in counts]], graphs=graphs),
+        )
+
+    def _sequences(self, rows: int) -> int:
+        """As few as can have so many rows."""
+        return -(-rows // (1 + self.num_drafts))
+
+    def step(self, rows: int, context: int) -> StepTimes:
+        """One step of so many rows, whose sequences have `context` tokens in all before it."""
+        sequences = self._sequences(rows)
+        longest = self.plan.max_model_len - 1 - self.plan.ahead
+        length = max(1, min(context // sequences, longest))
+        counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
+        blocks = -(-self.plan.max_model_len // self.plan.block.size)
+        tables = [(0, [1] * blocks)] * len(self.plan.groups)
+        request = Request(
+            id="timing", prompt_token_ids=[0] * length, params=SamplingParams(temperature=0.0),
+            max_tokens=1, seed=0,
+        )  # fmt: skip
+        self.runner.pretend(length)
+        plan = StepPlan(
+            [Admission(slot, request, []) for slot in range(sequences)],
+            [Grant(i, length, n, tables, True, n - 1) for i, n in enumerate(counts)],
+            drafts=True,
+        )
+        times = self.runner.execute(plan).times
+        assert times is not None
+        return times

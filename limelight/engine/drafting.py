@@ -1,0 +1,92 @@
+"""Between the engine and what decides about drafts: its questions, and what became of its answers.
+
+What a pass of the drafter says of its drafts is told only after the step that verifies them has
+its budget: a budget that knew it would choose among drafts by what they are (`ops/trim.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from limelight.engine.speculation import Decision, Load
+from limelight.types import Grant, Sampled, SpeculationStats, StepPlan, StepTimes, Trim
+
+
+class Policy(Protocol):
+    """What decides: `Speculation`, or `AllDrafts`."""
+
+    def choose(self, load: Load) -> Decision: ...
+
+    def trim(self, budget: int) -> Trim | None: ...
+
+    def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None: ...
+
+    def settled(
+        self,
+        slots: Sequence[int],
+        odds_BN: np.ndarray,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+    ) -> None: ...
+
+    def timed(self, times: StepTimes) -> None: ...
+
+    def forget(self, slot: int) -> None: ...
+
+    def stats(self) -> SpeculationStats: ...
+
+
+class Drafting:
+    """Asks a policy about every step, and tells it how the step went."""
+
+    def __init__(self, policy: Policy, *, synthetic: bool = False):
+        """With `synthetic` drafts stand at rates that were told, which the figures must say."""
+        self.policy, self.synthetic = policy, synthetic
+        self.times: StepTimes | None = None  # of the last step that has ended
+        self.odds: dict[int, list[float]] = {}  # of the drafts that wait in each slot
+        self.untold: dict[int, list[float]] = {}
+
+    def decide(self, plan: StepPlan) -> StepPlan:
+        """The plan, and what becomes of its drafts."""
+        for admission in plan.admissions:
+            self.policy.forget(admission.slot)
+            self.untold.pop(admission.slot, None)
+        sampling = [grant for grant in plan.grants if grant.samples]
+        decision = self.policy.choose(
+            Load(
+                slots=[grant.slot for grant in sampling],
+                drafts=[grant.num_drafts for grant in sampling],
+                rows=sum(grant.num_tokens - grant.num_drafts for grant in plan.grants),
+                context=sum(grant.start + grant.num_tokens for grant in plan.grants),
+            )
+        )
+        if self.untold:
+            self.policy.drafted(list(self.untold), np.array(list(self.untold.values())))
+            self.untold = {}
+        trim = self.policy.trim(decision.budget)
+        return replace(plan, trim=trim, drafts=decision.drafts)
+
+    def learn(self, results: Iterable[tuple[Grant, Sampled]], times: StepTimes | None) -> None:
+        """What came of a step's sequences, but for those that have ended."""
+        results = [(grant, sampled) for grant, sampled in results if grant.samples]
+        tried = [one for grant, one in results if grant.num_drafts and grant.slot in self.odds]
+        if tried:
+            self.policy.settled(
+                [one.slot for one in tried],
+                np.array([self.odds[one.slot] for one in tried]),
+                [one.num_verified for one in tried],
+                [one.num_accepted for one in tried],
+            )
+        for _, sampled in results:
+            self.odds.pop(sampled.slot, None)
+            if sampled.odds is not None:
+                self.odds[sampled.slot] = self.untold[sampled.slot] = sampled.odds
+        self.times = times
+        if times is not None:
+            self.policy.timed(times)
+
+    def stats(self) -> SpeculationStats:
+        """What the policy knows, and whether any of it is true of the models."""
+        return replace(self.policy.stats(), synthetic=self.synthetic)

@@ -1,0 +1,356 @@
+"""Steps with drafts: rows -> the target -> which drafts stand -> drafts for the next step.
+
+Where a sequence stands and what was drafted for it only the device knows, so the host sends how
+many rows each sequence has at least, and the rows themselves are laid out on the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from limelight.models.batch import Batch, Paged
+from limelight.models.loader import Model
+from limelight.models.taps import Taps
+from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.trim import packed_starts, split
+from limelight.ops.verify import (
+    NOTHING,
+    Cuts,
+    Verified,
+    packed_rows,
+    verify_by,
+    verify_by_odds,
+    verify_greedy,
+)
+from limelight.progress import Progress
+from limelight.runner.drafter import Drafter
+from limelight.runner.graphs import Graphs, graph_sizes
+from limelight.runner.inputs import DraftedTensors, PassTensors, StepInputs, fill, lay_out
+from limelight.runner.launched import (
+    DraftedLaunch,
+    Judged,
+    Stopwatch,
+    end_of_launch,
+    on_its_way,
+)
+from limelight.runner.sampler import Sampler
+from limelight.runner.verifier import Offer, Verifier
+from limelight.types import Grant, StepPlan, Trim
+
+# Above so many rows a step takes so long that a graph gains nothing.
+MOST_ROWS_OF_A_GRAPH = 1024
+# Graphs are no further apart, so a step has fewer rows of padding.
+MOST_PADDING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What the host knows of a step: how many rows and rows of logits, how many sequences in all
+    and first with few queries, bounds of queries and tokens, and which work nobody needs."""
+
+    rows: int
+    picks: int
+    seqs: int
+    few: int
+    bounds: tuple[int, int]
+    trims: bool
+    greedy: bool
+    cuts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """T rows of B sequences as the target takes them."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_GT: torch.Tensor
+    firsts_B: torch.Tensor  # the position of each sequence's first row
+    seq_lens_B: torch.Tensor
+    starts_B: torch.Tensor
+    kept_B: torch.Tensor  # drafts among its rows
+    picked_R: torch.Tensor | None  # the rows that need logits; None: all
+    picked_starts_B: torch.Tensor
+
+
+class DraftedSteps:
+    """Makes steps of a target and its drafter; the runner has admitted who takes part."""
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter,
+        sampler: Sampler,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ):
+        self.model, self.drafter, self.sampler = model, drafter, sampler
+        self.verifier = Verifier(sampler)
+        self.storage, self.tables = drafter.storage, drafter.tables
+        self.device = self.storage.pool.device
+        most = max(max_num_batched_tokens, max_num_seqs)
+        self.inputs = StepInputs(
+            DraftedTensors, (most, most, drafter.num_drafts),
+            groups=len(self.storage.groups), device=self.device,
+        )  # fmt: skip
+        self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.graphs: Graphs[DraftedTensors, Judged] | None = None
+        self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
+
+    def capture(self, progress: Progress) -> None:
+        """Make graphs of the steps in which all decode, and of the passes of the drafter."""
+        most = self.max_num_seqs * (1 + self.drafter.num_drafts)
+        most = min(most, MOST_ROWS_OF_A_GRAPH, self.max_num_batched_tokens)
+        self.graphs = Graphs(
+            self._step, lambda rows: self._send(None, [], self._extent_of_graph(rows), {}),
+            graph_sizes(most), progress, name="graphs of steps",
+        )  # fmt: skip
+        self.pass_graphs = Graphs(
+            self._pass, lambda count: self._send_pass([], count),
+            graph_sizes(self.max_num_seqs), progress, name="graphs of drafts",
+        )  # fmt: skip
+
+    def _extent_of_graph(self, rows: int) -> Extent:
+        """All that a graph of so many rows must be ready for."""
+        seqs = min(rows, self.max_num_seqs + MOST_PADDING)
+        bounds = (1 + self.drafter.num_drafts, self.drafter.max_model_len)
+        return Extent(rows, rows, seqs, seqs, bounds, trims=True, greedy=False, cuts=True)
+
+    def _step(self, tensors: DraftedTensors) -> Judged:
+        """A step that decodes, all on the device."""
+        extent = self._extent_of_graph(len(tensors.tokens_T))
+        _, logits_RV, rows = self.run(tensors, extent)
+        return self.judge(logits_RV, rows, tensors, extent)
+
+    def launch(
+        self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]
+    ) -> tuple[DraftedLaunch, torch.Tensor]:
+        """Start a step of `grants`, those with few queries first; also the hidden states of its
+        rows. `known` are the tokens of each slot that the host knows."""
+        extent = self._extent(plan, grants)
+        launched = DraftedLaunch(plan, grants)
+        context = sum(grant.start + grant.num_tokens for grant in grants)
+        watch = Stopwatch(self.device, extent.rows, context)
+        hidden_TD = self._verify(launched, extent, known)
+        watch.mark()
+        sampling = [grant for grant in grants if grant.samples]
+        if plan.drafts and sampling:
+            launched.odds_PN = on_its_way(self._draft(sampling))
+            watch.drafted(len(sampling))
+        launched.times = watch
+        launched.done = end_of_launch(self.device)
+        return launched, hidden_TD
+
+    def _verify(
+        self, launched: DraftedLaunch, extent: Extent, known: Mapping[int, list[int]]
+    ) -> torch.Tensor:
+        """The target's part of a step; the hidden states, of no rows where a graph kept them."""
+        grants, trim = launched.order, launched.plan.trim
+        rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        on_device = bool(rules) and all(rule.on_device for rule in rules)
+        size = None
+        if self.graphs is not None and on_device and extent.picks == extent.rows:
+            size = self.graphs.size_for(extent.rows)
+        if self.graphs is not None and size is not None:
+            self._send(trim, grants, self._extent_of_graph(size), known)
+            launched.judged = self.graphs.replay(size).on_its_way()
+            return self.drafter.scores_SNK.new_empty(0)
+        tensors = self._send(trim, grants, extent, known)
+        hidden_TD, logits_RV, rows = self.run(tensors, extent)
+        if on_device:
+            launched.judged = self.judge(logits_RV, rows, tensors, extent).on_its_way()
+        else:
+            self._judge_by_rules(launched, logits_RV, rows, tensors)
+        return hidden_TD
+
+    def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
+        offered = sum(grant.num_drafts for grant in grants)
+        kept = offered if plan.trim is None else min(plan.trim.budget, offered)
+        rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        return Extent(
+            rows=sum(grant.num_tokens for grant in grants) - offered + kept,
+            picks=len(rules) + kept,
+            seqs=len(grants),
+            few=sum(grant.num_tokens <= FEW_QUERIES for grant in grants),
+            bounds=(
+                max(grant.num_tokens for grant in grants),
+                # What is under way may stand wholly.
+                max(g.start + g.num_tokens for g in grants) + self.drafter.num_drafts,
+            ),
+            trims=kept < offered,
+            greedy=all(rule.greedy for rule in rules),
+            cuts=any(rule.truncated for rule in rules),
+        )
+
+    def _send(
+        self,
+        trim: Trim | None,
+        grants: list[Grant],
+        extent: Extent,
+        known: Mapping[int, list[int]],
+    ) -> DraftedTensors:
+        """A step's inputs on the device; what there is beyond the grants is padding."""
+        size = (extent.rows, extent.seqs, self.drafter.num_drafts)
+        to = self.inputs.stage(size).arrays
+        nobody = self.tables.nobody
+        bases = [grant.num_tokens - grant.num_drafts for grant in grants]
+        codes: list[int] = []
+        firsts = []
+        for grant, base in zip(grants, bases, strict=True):
+            ids = known[grant.slot][grant.start : grant.start + base]
+            firsts.append(grant.start if ids else -1)
+            codes += ids
+        # Sequences whose tokens are not known come first.
+        to["tokens_T"][:] = -1
+        if codes:
+            to["tokens_T"][extent.rows - len(codes) :] = codes
+        rules = [self.sampler.rules[grant.slot] for grant in grants]
+        for name, values, rest in (
+            ("rows_B", [grant.slot for grant in grants], nobody),
+            ("bases_B", bases, 1),
+            ("offered_B", [grant.num_drafts for grant in grants], 0),
+            ("firsts_B", firsts, 0),
+            ("samples_B", [int(grant.samples) for grant in grants], 0),
+            ("seeds_B", [rule.request.seed for rule in rules], 0),
+            ("temperature_B", [rule.request.params.temperature for rule in rules], 0.0),
+        ):
+            fill(to[name], values, rest)
+        for name, numbers, off in self.sampler.cut_offs(rules):
+            fill(to[f"{name}_B"], numbers, off)
+        to["budget_1"][:] = extent.rows if trim is None else trim.budget
+        to["trim_M"][:] = 0.0 if trim is None else [trim.slope, *trim.intercepts]
+        return self.inputs.send(size)
+
+    def _judge_by_rules(
+        self,
+        launched: DraftedLaunch,
+        logits_RV: torch.Tensor,
+        rows: Rows,
+        tensors: DraftedTensors,
+    ) -> None:
+        """As `judge`, where the host has to be asked; also where no one has a next token."""
+        rows_B = tensors.rows_B.long()
+        kept, starts = rows.kept_B.tolist(), rows.picked_starts_B.tolist()
+        positions = (rows.firsts_B + tensors.bases_B).tolist()
+        drafts = self.drafter.tokens_SN[rows_B].tolist()
+        members = [b for b, grant in enumerate(launched.order) if grant.samples]
+        if members:
+            offers = [
+                Offer(launched.order[b].slot, starts[b], drafts[b][: kept[b]], positions[b])
+                for b in members
+            ]
+            proposals = self.drafter.proposals(rows_B[members])
+            odds_BN = self.drafter.synthetic_odds(rows_B[members])
+            launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
+        for b, grant in enumerate(launched.order):
+            run = launched.runs.get(grant.slot)
+            if run is not None and run.token_ids:
+                positions[b] += run.accepted
+                self.drafter.last_tokens_S[grant.slot] = run.token_ids[-1]
+        lengths_B = torch.tensor(positions, dtype=torch.int32, device=self.device)
+        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B)
+
+    def _draft(self, sampling: list[Grant]) -> torch.Tensor:
+        """New drafts for these; their log odds."""
+        graphs = self.pass_graphs
+        if graphs is None or (size := graphs.size_for(len(sampling))) is None:
+            return self._pass(self._send_pass(sampling, len(sampling)))
+        self._send_pass(sampling, size)
+        return graphs.replay(size)[: len(sampling)]
+
+    def _pass(self, tensors: PassTensors) -> torch.Tensor:
+        return self.drafter.draft(tensors.rows_B, tensors.seeds_B, tensors.temperature_B)
+
+    def _send_pass(self, sampling: list[Grant], size: int) -> PassTensors:
+        to = self.passes.stage((size,)).arrays
+        requests = [self.sampler.rules[grant.slot].request for grant in sampling]
+        fill(to["rows_B"], [grant.slot for grant in sampling], self.tables.nobody)
+        fill(to["seeds_B"], [request.seed for request in requests], 0)
+        fill(to["temperature_B"], [request.params.temperature for request in requests], 0.0)
+        return self.passes.send((size,))
+
+    def run(
+        self, tensors: DraftedTensors, extent: Extent
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+        """The target over a step's rows, whose keys and values the drafter's cache gets too: hidden
+        states, logits where they are needed, and the rows."""
+        rows = self._lay_rows(tensors, extent)
+        layouts = lay_out(
+            self.tables, self.storage,
+            rows_B=tensors.rows_B, seq_lens_B=rows.seq_lens_B, starts_B=rows.starts_B,
+            slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
+            busy=-(-extent.rows // extent.bounds[0]),
+        )  # fmt: skip
+        first = self.drafter.first
+        paged = Paged(layouts, self.storage.group_of_layer[:first], self.storage.caches[:first])
+        taps = Taps(self.drafter.model.config.taps)
+        hidden_TD = self.model(rows.tokens_T, Batch(rows.positions_T, paged), taps)
+        self.drafter.fill(taps.joined(), rows.positions_T, self.drafter.paged(layouts))
+        picked = rows.picked_R
+        logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
+        return hidden_TD, logits_RV, rows
+
+    def judge(
+        self, logits_RV: torch.Tensor, rows: Rows, tensors: DraftedTensors, extent: Extent
+    ) -> Judged:
+        """Which drafts stand by the logits alone, and where each sequence then stands."""
+        rows_B = tensors.rows_B.long()
+        drafts_BN = self.drafter.tokens_SN[rows_B]
+        if extent.greedy:
+            verified = verify_greedy(logits_RV, rows.picked_starts_B, drafts_BN)
+        else:
+            cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
+            verified = verify_by(
+                self.drafter.proposals(rows_B), logits_RV, rows.picked_starts_B, drafts_BN,
+                tensors.temperature_B, tensors.seeds_B, rows.firsts_B + tensors.bases_B,
+                cuts=cuts if extent.cuts else None,
+            )  # fmt: skip
+        if (odds_BN := self.drafter.synthetic_odds(rows_B)) is not None:
+            # Such steps are timed, so all that a real one does has been done as well.
+            verified = verify_by_odds(
+                logits_RV, rows.picked_starts_B, drafts_BN, odds_BN, tensors.seeds_B,
+                rows.firsts_B + tensors.bases_B,
+            )  # fmt: skip
+        self._stand(rows_B, rows, tensors, verified)
+        return Judged(verified.tokens_BQ, verified.accepted_B, rows.kept_B, verified.best_B)
+
+    def _stand(
+        self, rows_B: torch.Tensor, rows: Rows, tensors: DraftedTensors, verified: Verified
+    ) -> None:
+        lengths_B = rows.firsts_B + tensors.bases_B + verified.accepted_B
+        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B.int())
+        last_tokens_S = self.drafter.last_tokens_S
+        last_B = verified.tokens_BQ.gather(1, verified.accepted_B[:, None])[:, 0]
+        last_B = torch.where(last_B == NOTHING, last_tokens_S[rows_B], last_B)
+        last_tokens_S.index_copy_(0, rows_B, last_B)
+
+    def _lay_rows(self, tensors: DraftedTensors, extent: Extent) -> Rows:
+        drafter, rows_B = self.drafter, tensors.rows_B.long()
+        kept_B = tensors.offered_B.long()
+        if extent.trims:
+            kept_B = split(drafter.survival(rows_B, tensors.trim_M), kept_B, tensors.budget_1)
+        counts_B = tensors.bases_B + kept_B
+        # Padding has a row each, as long as there are rows.
+        starts_B = packed_starts(counts_B).clamp(max=extent.rows)
+        sequence_T, place_T = packed_rows(starts_B, extent.rows)
+        slot_T, given_B = rows_B[sequence_T], tensors.firsts_B
+        firsts_B = torch.where(given_B >= 0, given_B, drafter.lengths_S[rows_B])
+        positions_T = firsts_B[sequence_T] + place_T
+        drafted_T = drafter.tokens_SN[slot_T, (place_T - 1).clamp(0, drafter.num_drafts - 1)]
+        known_T = torch.where(place_T == 0, drafter.last_tokens_S[slot_T], drafted_T)
+        tokens_T = torch.where(tensors.tokens_T >= 0, tensors.tokens_T, known_T.clamp(min=0))
+        real_B = rows_B < self.tables.nobody
+        slots_GT = torch.where(real_B[sequence_T], drafter.slots(slot_T, positions_T), -1)
+        seq_lens_B = torch.where(real_B, firsts_B + counts_B, 0).int()
+        picked_R, picked_starts_B = None, starts_B
+        if extent.picks < extent.rows:
+            picked_starts_B = packed_starts(tensors.samples_B * (1 + kept_B))
+            sequence_R, place_R = packed_rows(picked_starts_B, extent.picks)
+            picked_R = starts_B[sequence_R + 1] - 1 - kept_B[sequence_R] + place_R
+        return Rows(
+            tokens_T, positions_T, slots_GT, firsts_B, seq_lens_B, starts_B, kept_B,
+            picked_R, picked_starts_B,
+        )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Drives a DFlash 2 drafter: the context that its target leaves it, and its drafts by slot."""
+
+import torch
+
+from limelight.cache.storage import KVStorage
+from limelight.models.batch import Paged, PagedBlocks
+from limelight.models.dflash2 import DFlash2
+from limelight.ops.noise import DRAFT, uniform
+from limelight.ops.paging import PagedLayout
+from limelight.ops.synthetic import SyntheticOdds
+from limelight.ops.trim import MOST_ODDS, log_odds, survival
+from limelight.ops.verify import Proposals
+from limelight.runner.inputs import BlockTables, lay_out
+
+
+class Drafter:
+    """What waits in each of S slots, the last of which is no one's: N drafts, and what they were
+    drawn from.
+
+    `lengths_S` are the positions of each sequence whose keys and values are in the cache for good;
+    its newest token stands behind them.
+    """
+
+    def __init__(
+        self,
+        model: DFlash2,
+        storage: KVStorage,
+        tables: BlockTables,
+        last_tokens_S: torch.Tensor,
+        *,
+        num_drafts: int,
+        max_model_len: int,
+        draws: bool,
+        synthetic: SyntheticOdds | None = None,
+    ):
+        """With `draws` drafts are drawn at their request's temperature, else they are the best.
+        With `synthetic` odds they stand by these, not by what they are."""
+        slots, device = len(last_tokens_S), last_tokens_S.device
+        shape = (slots, num_drafts, model.config.candidates)
+        self.model, self.storage, self.tables = model, storage, tables
+        self.num_drafts, self.max_model_len, self.draws = num_drafts, max_model_len, draws
+        self.synthetic, self.last_tokens_S = synthetic, last_tokens_S
+        self.lengths_S = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.tokens_SN = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        self.ids_SNK = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.scores_SNK = torch.zeros(shape, device=device)
+        self.odds_SN = torch.full(shape[:2], -MOST_ODDS, device=device)
+        self.first = len(storage.caches) - model.config.num_layers
+
+    def paged(self, layouts: list[PagedLayout]) -> Paged:
+        """The drafter's layers alone."""
+        first = self.first
+        return Paged(layouts, self.storage.group_of_layer[first:], self.storage.caches[first:])
+
+    def slots(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Where keys and values of these slots and positions go, by group of layers, [G, T]."""
+        size = self.storage.shape.size
+        at_T = (positions_T // size).clamp(max=self.tables.tensor.shape[2] - 1)
+        blocks_GT = self.tables.tensor[:, rows_T, at_T].long()
+        return blocks_GT * size + positions_T % size
+
+    def survival(self, rows_B: torch.Tensor, trim_M: torch.Tensor) -> torch.Tensor:
+        """The chance that each draft that waits, and all before it, are accepted, [B, N]."""
+        return survival(self.odds_SN[rows_B], trim_M[0], trim_M[1:])
+
+    def proposals(self, rows_B: torch.Tensor) -> Proposals | None:
+        """What the drafts that wait were drawn from; None if they are the drafter's best."""
+        return Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
+
+    def synthetic_odds(self, rows_B: torch.Tensor) -> torch.Tensor | None:
+        """Those by which the drafts that wait stand; None if they stand by what they are."""
+        return None if self.synthetic is None else self.odds_SN[rows_B]
+
+    def fill(self, taps_TF: torch.Tensor, positions_T: torch.Tensor, paged: Paged) -> None:
+        """Keys and values of rows that the target has run."""
+        self.model.fill(taps_TF, positions_T, paged)
+
+    def draft(
+        self, rows_B: torch.Tensor, seeds_B: torch.Tensor, temperature_B: torch.Tensor
+    ) -> torch.Tensor:
+        """New drafts behind the newest tokens of these slots; their log odds, [B, N]."""
+        rows_B = rows_B.long()
+        blocks, first_B = self._blocks(rows_B)
+        warmth_B = temperature_B if self.draws else torch.zeros_like(temperature_B)
+        place_N = torch.arange(self.num_drafts, device=rows_B.device)
+        numbers_BN = uniform(
+            seeds_B[:, None], first_B[:, None].long() + 1 + place_N, stream=DRAFT + place_N
+        )
+        drafts = self.model.propose(
+            self.last_tokens_S[rows_B], blocks,
+            temperature_B=warmth_B, uniform_BN=numbers_BN.float(),
+        )  # fmt: skip
+        if self.synthetic is None:
+            odds_BN = log_odds(drafts.proposals.scores_BNK, temperature_B)
+        else:
+            odds_BN = self.synthetic(seeds_B, first_B + 1)
+        for into, value in (
+            (self.tokens_SN, drafts.tokens_BN),
+            (self.ids_SNK, drafts.proposals.ids_BNK),
+            (self.scores_SNK, drafts.proposals.scores_BNK),
+            (self.odds_SN, odds_BN),
+        ):
+            into.index_copy_(0, rows_B, value)
+        return odds_BN
+
+    def _blocks(self, rows_B: torch.Tensor) -> tuple[PagedBlocks, torch.Tensor]:
+        """A block of masks behind each slot's tokens, and where it begins."""
+        rows, longest = self.num_drafts + 1, self.max_model_len
+        real_B1 = (rows_B < self.tables.nobody)[:, None]
+        first_B = self.lengths_S[rows_B]
+        positions_BQ = first_B[:, None] + torch.arange(rows, device=rows_B.device)
+        inside_BQ = (positions_BQ < longest) & real_B1
+        positions_T = positions_BQ.clamp(max=longest - 1).flatten().long()
+        slots_GT = self.slots(rows_B.repeat_interleave(rows), positions_T)
+        ends_B = (first_B + rows).clamp(max=longest)
+        layouts = lay_out(
+            self.tables, self.storage,
+            rows_B=rows_B.int(),
+            seq_lens_B=torch.where(real_B1[:, 0], ends_B, 0).int(),
+            starts_B=torch.arange(
+                0, len(positions_T) + 1, rows, dtype=torch.int32, device=rows_B.device
+            ),
+            slots_GT=torch.where(inside_BQ.flatten(), slots_GT, -1),
+            few=len(rows_B), bounds=(rows, longest),
+        )  # fmt: skip
+        return PagedBlocks(positions_T, rows, self.paged(layouts)), first_B

@@ -1,0 +1,166 @@
+"""Which drafts stand by the rules of their slots: constraints, bans, penalties, log-probabilities.
+
+Row i of a sequence is judged as if the i drafts before it were output. Drafts that a grammar does
+not let follow are taken out before they are judged, with all behind them.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from limelight.ops.verify import (
+    NOTHING,
+    Proposals,
+    Verified,
+    verify_by,
+    verify_by_odds,
+    verify_greedy,
+)
+from limelight.runner.sampler import Rules, Sampler, token_logprobs
+from limelight.types import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Run:
+    """What a sequence got in one step: the drafts that stood and the token behind them.
+
+    `error` tells what failed, and `refused` what is wrong with the request. `is_whole`: no token
+    may follow the drafts, and the constraint asks for none.
+    """
+
+    token_ids: list[int]
+    verified: int = 0
+    accepted: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+    refused: str | None = None
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The drafts of one sequence, whose rows are those from `first` on."""
+
+    slot: int
+    first: int
+    drafts: list[int]
+    position: int  # of the token that its first row gives
+
+
+class Verifier:
+    """Judges the drafts of a step where a rule has to be asked."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def judge(
+        self,
+        logits_RV: torch.Tensor,
+        offers: list[Offer],
+        proposals: Proposals | None,
+        odds_BN: torch.Tensor | None = None,
+    ) -> dict[int, Run]:
+        """By slot, from raw FP32 logits of all rows of the offers; the rules go on accordingly.
+
+        `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
+        acceptance is synthetic.
+        """
+        tries, counts = [], []
+        for offer in offers:
+            rules, count = self._tries(offer)
+            tries += rules
+            counts.append(count)
+        processed_RV = self.sampler.processed(logits_RV, tries)
+        verified = self._verify(processed_RV, offers, counts, proposals, odds_BN)
+        rows = zip(
+            offers, counts, verified.tokens_BQ.tolist(), verified.accepted_B.tolist(),
+            verified.best_B.tolist(), strict=True,
+        )  # fmt: skip
+        runs = {
+            offer.slot: self._settle(offer, Run(tokens[: accepted + 1], count, accepted), best)
+            for offer, count, tokens, accepted, best in rows
+        }
+        self._report(logits_RV, offers, runs)
+        return runs
+
+    def _tries(self, offer: Offer) -> tuple[list[Rules], int]:
+        """The rule of each row, and how many of the drafts may follow at all."""
+        rule = self.sampler.rules[offer.slot]
+        tries, count = [rule], len(offer.drafts)
+        for i, draft in enumerate(offer.drafts):
+            if i < count and not rule.stateless:
+                after = rule.fork()
+                after.record(draft)
+                if after.has_left:
+                    count = i
+                else:
+                    rule = after
+            tries.append(rule)
+        return tries, count
+
+    def _verify(
+        self,
+        logits_RV: torch.Tensor,
+        offers: list[Offer],
+        counts: list[int],
+        proposals: Proposals | None,
+        odds_BN: torch.Tensor | None,
+    ) -> Verified:
+        rules = [self.sampler.rules[offer.slot] for offer in offers]
+        most = max(len(offer.drafts) for offer in offers)
+        drafts = [
+            offer.drafts[:count] + [NOTHING] * (most - count)
+            for offer, count in zip(offers, counts, strict=True)
+        ]
+        starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
+        drafts_BN = self._integers(drafts).view(len(offers), most)
+        if odds_BN is not None:
+            return verify_by_odds(
+                logits_RV, starts_B, drafts_BN, odds_BN[:, :most],
+                self._integers([rule.request.seed for rule in rules]),
+                self._integers([offer.position for offer in offers]),
+            )  # fmt: skip
+        if all(rule.greedy for rule in rules):
+            return verify_greedy(logits_RV, starts_B, drafts_BN)
+        if proposals is not None:
+            kept = (x[:, :most].contiguous() for x in (proposals.ids_BNK, proposals.scores_BNK))
+            proposals = Proposals(*kept)
+        params = [rule.request.params for rule in rules]
+        return verify_by(
+            proposals, logits_RV, starts_B, drafts_BN,
+            self.sampler.numbers([p.temperature for p in params]),
+            self._integers([rule.request.seed for rule in rules]),
+            self._integers([offer.position for offer in offers]),
+            cuts=self.sampler.cuts(rules),
+        )  # fmt: skip
+
+    def _integers(self, values: list[int] | list[list[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.sampler.device)
+
+    def _settle(self, offer: Offer, run: Run, best: float) -> Run:
+        """Let the rule go on by what stood, and see what comes of the token behind it."""
+        rule, (*stood, last) = self.sampler.rules[offer.slot], run.token_ids
+        for token_id in stood:
+            rule.record(token_id)
+        choice = self.sampler.settle(rule, best, last)
+        run.error, run.refused, run.is_whole = choice.error, choice.refused, choice.is_whole
+        run.token_ids = [*stood, last] if choice.has_token else stood
+        return run
+
+    def _report(self, logits_RV: torch.Tensor, offers: list[Offer], runs: dict[int, Run]) -> None:
+        """Log-probabilities of the tokens of those who asked for them."""
+        rows, chosen, counts, owners = [], [], [], []
+        for offer in offers:
+            wanted = self.sampler.rules[offer.slot].request.params.logprobs
+            if wanted is None:
+                continue
+            for i, token_id in enumerate(runs[offer.slot].token_ids):
+                rows.append(offer.first + i)
+                chosen.append(token_id)
+                counts.append(wanted)
+                owners.append(offer.slot)
+        if rows:
+            for slot, report in zip(
+                owners, token_logprobs(logits_RV[rows], chosen, counts), strict=True
+            ):
+                runs[slot].logprobs.append(report)
