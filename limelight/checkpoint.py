@@ -11,6 +11,9 @@ BUNDLED_PARSERS = {
     "beam-nano-nvfp4": "beam",
 }  # fmt: skip
 BUNDLED_NAMES = tuple(BUNDLED_PARSERS)
+# A drafter of each; those in four bits have the drafter of the model that they were made of.
+BUNDLED_DRAFTERS = {"flint-nano": "flint-nano-dflash2", "beam-nano": "beam-nano-dflash2"}
+BUNDLED_DRAFTERS |= {f"{name}-nvfp4": drafter for name, drafter in BUNDLED_DRAFTERS.items()}
 # What a checkpoint may consist of; pickles (.bin, .pt) run code when they are read.
 HUB_FILES, HUB_WEIGHTS = ["*.json", "*.jinja"], ("*.safetensors", "*.gguf")
 LARGEST_JSON = 64 * 2**20
@@ -22,7 +25,7 @@ def locate(model: str, *, revision: str | None = None, weights: bool = True) -> 
 
     Raises `ValueError` when there is no such model. `weights=False` leaves the weights out.
     """
-    if model in BUNDLED_NAMES:
+    if model in BUNDLED_NAMES or model in BUNDLED_DRAFTERS.values():
         return BUNDLED / model
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".gguf" and path.is_file():

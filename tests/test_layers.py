@@ -33,6 +33,7 @@ LEVELS = [
         "inspection",
         "quantize",
         "conversion",
+        "drafting",
         "demo_tools",
         "__main__",
     },

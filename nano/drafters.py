@@ -1,0 +1,114 @@
+"""Make the drafters of the bundled models: prompts, the models' own answers, training, scores.
+
+`python -m nano.drafters flint-nano` writes into the folder that Limelight ships. Answers and
+checkpoints are kept in the folder `--work`, from which a run that was killed goes on.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from limelight.checkpoint import BUNDLED_DRAFTERS
+from limelight.config import EngineConfig
+from limelight.drafting.acceptance import total
+from limelight.drafting.course import Course, placement, prepare, run
+from limelight.drafting.settings import DraftSettings
+from limelight.drafting.trainer import Trainer
+from limelight.drafting.trial import rows, show
+from limelight.drafting.work import Work
+from limelight.models.dflash2_loader import load_drafter
+from limelight.progress import Progress
+from nano.chat import FAMILIES, SHIPPED
+from nano.draft_lines import LOW_ENTROPY, lines
+from nano.spoilers import SPOILERS
+
+TAPS = {"flint-nano": [1, 3, 5, 6], "beam-nano": [1, 2, 4, 5]}
+WINDOW, LAYERS, INNER, RANK = 64, 3, 512, 32
+ANCHORS, TOKENS, RATE, MAX_TOKENS = 2048, 16_384, 2e-3, 128
+TIMED = 30  # steps, to tell how many fit a time
+
+
+def settings(name: str, args: argparse.Namespace) -> DraftSettings:
+    return DraftSettings(
+        data=str(args.work / f"{name}.jsonl"), out=str(args.work / BUNDLED_DRAFTERS[name]),
+        taps=TAPS[name], window=WINDOW, layers=LAYERS, inner_size=INNER, rank=RANK,
+        max_tokens=MAX_TOKENS, steps=args.steps, anchors=args.anchors, tokens=args.tokens,
+        rate=args.rate, save_every=args.save_every,
+    )  # fmt: skip
+
+
+def make(name: str, args: argparse.Namespace) -> None:
+    chosen, progress = settings(name, args), Progress()
+    data, out = Path(chosen.data or ""), Path(chosen.out or "")
+    args.work.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(f"{line}\n" for line in lines(FAMILIES[name], share=args.share)))
+    work, config = Work(out), EngineConfig(model=name, device=args.device, max_num_seqs=128)
+    course = prepare(config, chosen, work, progress=progress)
+    if not out.exists():
+        trainer = course.trainer(progress)
+        if args.minutes:
+            fit_time(trainer, args.minutes)
+            course = replace(course, settings=trainer.settings)
+        told = lambda text: print(f"{name}: {text}", flush=True)  # noqa: E731
+        run(trainer, course, work, progress=progress, told=told)
+        work.finish(trainer.drafter, course.shape)
+    shipped = SHIPPED / BUNDLED_DRAFTERS[name]
+    shipped.mkdir(exist_ok=True)
+    for file in out.iterdir():
+        shutil.copy(file, shipped)
+    judge(name, course, out, args.work / f"{name}.json")
+
+
+def fit_time(trainer: Trainer, minutes: float) -> None:
+    """Set the number of steps to those that take so long; some of them are made for it."""
+    trainer.advance()
+    began = time.monotonic()
+    for _ in range(TIMED):
+        trainer.advance()
+    seconds = (time.monotonic() - began) / TIMED
+    steps = trainer.step + int(60 * minutes / seconds)
+    trainer.settings = replace(trainer.settings, steps=steps)
+
+
+def judge(name: str, course: Course, folder: Path, file: Path) -> None:
+    """Print and write what the drafter gets accepted, as it is and with each fault."""
+    drafter = load_drafter(
+        folder, placement(course.found), course.target, progress=Progress(quiet=True)
+    )
+    found = course.measure(drafter, course.held_out)
+    print(name)
+    show(rows(found))
+    lengths = {"low entropy": total(found, LOW_ENTROPY).length}
+    for fault, spoiled in SPOILERS.items():
+        with spoiled(drafter, course.target):
+            low = [one for one in course.held_out if one.task in LOW_ENTROPY]
+            lengths[fault] = total(course.measure(drafter, low)).length
+    for what, length in lengths.items():
+        print(f"{name}: {what}: {length:.2f} tokens a step", flush=True)
+    file.write_text(json.dumps({"rows": rows(found), "lengths": lengths}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(TAPS), metavar="MODEL")
+    parser.add_argument("--work", type=Path, default=Path("build/drafters"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--minutes", type=float, help="as many steps as fit this time")
+    parser.add_argument("--share", type=float, default=1.0, help="of the lines to learn from")
+    parser.add_argument("--anchors", type=int, default=ANCHORS, help="most blocks of a step")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of documents, a step")
+    parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("--save-every", type=int, default=1000)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    for name in args.models:
+        make(name, args)
+
+
+if __name__ == "__main__":
+    main()
