@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
@@ -27,7 +28,7 @@ from nano.draft_lines import LOW_ENTROPY, lines
 from nano.spoilers import SPOILERS
 
 TAPS = {"flint-nano": [1, 3, 5, 6], "beam-nano": [1, 2, 4, 5]}
-WINDOW, LAYERS, INNER, RANK = 64, 3, 512, 32
+WINDOW, LAYERS, INNER, RANK = 64, 3, 608, 32
 ANCHORS, TOKENS, RATE, MAX_TOKENS = 2048, 16_384, 2e-3, 128
 TIMED = 30  # steps, to tell how many fit a time
 
@@ -45,7 +46,8 @@ def make(name: str, args: argparse.Namespace) -> None:
     chosen, progress = settings(name, args), Progress()
     data, out = Path(chosen.data or ""), Path(chosen.out or "")
     args.work.mkdir(parents=True, exist_ok=True)
-    data.write_text("".join(f"{line}\n" for line in lines(FAMILIES[name], share=args.share)))
+    if not data.exists():
+        data.write_text("".join(f"{line}\n" for line in lines(FAMILIES[name], share=args.share)))
     work, config = Work(out), EngineConfig(model=name, device=args.device, max_num_seqs=128)
     course = prepare(config, chosen, work, progress=progress)
     if not out.exists():
@@ -53,8 +55,7 @@ def make(name: str, args: argparse.Namespace) -> None:
         if args.minutes:
             fit_time(trainer, args.minutes)
             course = replace(course, settings=trainer.settings)
-        told = lambda text: print(f"{name}: {text}", flush=True)  # noqa: E731
-        run(trainer, course, work, progress=progress, told=told)
+        run(trainer, course, work, progress=progress, told=partial(print, name, flush=True))
         work.finish(trainer.drafter, course.shape)
     shipped = SHIPPED / BUNDLED_DRAFTERS[name]
     shipped.mkdir(exist_ok=True)
