@@ -135,15 +135,15 @@ def _judge(drafter: DFlash2, lesson: Lesson, drafts: int) -> _Judged:
     parts: list[tuple[torch.Tensor, ...]] = []
     for anchors_B in anchors_X.split(ANCHORS_AT_ONCE):
         blocks = LessonBlocks(lesson, anchors_B, drafts + 1, context)
-        made = drafter.propose(
-            lesson.tokens_T[anchors_B], blocks,
+        hidden_BND = drafter(lesson.tokens_T[anchors_B], blocks)[:, 1:]
+        unary_BNK, ids_BNK = candidates = drafter.candidates(hidden_BND)
+        made = drafter.choose(
+            lesson.tokens_T[anchors_B], hidden_BND, candidates,
             temperature_B=torch.zeros(len(anchors_B), device=anchors_B.device),
             uniform_BN=torch.zeros(len(anchors_B), drafts, device=anchors_B.device),
         )  # fmt: skip
         rows = Rows.behind(anchors_B, lesson, drafts)
         true_BN, before_BN = lesson.tokens_T[rows.at_BN], lesson.tokens_T[rows.at_BN - 1]
-        hidden_BND = drafter(lesson.tokens_T[anchors_B], blocks)[:, 1:]
-        unary_BNK, ids_BNK = drafter.candidates(hidden_BND)
         scores_BNK = drafter.selector(hidden_BND, unary_BNK, before_BN[..., None], ids_BNK)[:, :, 0]
         best_BN = ids_BNK.gather(2, scores_BNK.argmax(-1, keepdim=True))[..., 0]
         inside_BN = rows.counts_BN
