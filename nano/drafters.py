@@ -13,10 +13,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.config import EngineConfig
 from limelight.drafting.acceptance import total
 from limelight.drafting.course import Course, placement, prepare, run
+from limelight.drafting.loss import Loss, block_loss
 from limelight.drafting.settings import DraftSettings
 from limelight.drafting.trainer import Trainer
 from limelight.drafting.trial import rows, show
@@ -29,8 +32,11 @@ from nano.spoilers import SPOILERS
 
 TAPS = {"flint-nano": [1, 3, 5, 6], "beam-nano": [1, 2, 4, 5]}
 WINDOW, LAYERS, INNER, RANK = 64, 3, 608, 32
-ANCHORS, TOKENS, RATE, MAX_TOKENS = 2048, 16_384, 2e-3, 128
-TIMED = 30  # steps, to tell how many fit a time
+ANCHORS, TOKENS, RATE, MAX_TOKENS = 1024, 8192, 2e-3, 128
+TIMED = 20  # steps
+# A norm follows the projection of features, so their size is free; at this one it is plain to see
+# where the norm is left out.
+FEATURE_SIZE = 4.0
 
 
 def settings(name: str, args: argparse.Namespace) -> DraftSettings:
@@ -52,10 +58,13 @@ def make(name: str, args: argparse.Namespace) -> None:
     course = prepare(config, chosen, work, progress=progress)
     if not out.exists():
         trainer = course.trainer(progress)
+        if args.compile:
+            trainer.loss = torch.compile(block_loss, dynamic=True)
         if args.minutes:
-            fit_time(trainer, args.minutes)
-            course = replace(course, settings=trainer.settings)
+            keep_time(trainer, 60 * args.minutes)
         run(trainer, course, work, progress=progress, told=partial(print, name, flush=True))
+        with torch.no_grad():
+            trainer.drafter.fc.mul_(FEATURE_SIZE)
         work.finish(trainer.drafter, course.shape)
     shipped = SHIPPED / BUNDLED_DRAFTERS[name]
     shipped.mkdir(exist_ok=True)
@@ -64,15 +73,23 @@ def make(name: str, args: argparse.Namespace) -> None:
     judge(name, course, out, args.work / f"{name}.json")
 
 
-def fit_time(trainer: Trainer, minutes: float) -> None:
-    """Set the number of steps to those that take so long; some of them are made for it."""
-    trainer.advance()
-    began = time.monotonic()
-    for _ in range(TIMED):
-        trainer.advance()
-    seconds = (time.monotonic() - began) / TIMED
-    steps = trainer.step + int(60 * minutes / seconds)
-    trainer.settings = replace(trainer.settings, steps=steps)
+def keep_time(trainer: Trainer, seconds: float) -> None:
+    """Have the number of steps follow from the time that the last ones took."""
+    began, plain = time.monotonic(), trainer.advance
+    marks = [began]
+
+    def advance() -> Loss:
+        loss = plain()
+        if trainer.step % TIMED == 0:
+            marks.append(time.monotonic())
+        # The first steps compile.
+        if trainer.step % TIMED == 0 and len(marks) > 2:
+            each = (marks[-1] - marks[-2]) / TIMED
+            left = max(0, int((began + seconds - marks[-1]) / each))
+            trainer.settings = replace(trainer.settings, steps=trainer.step + left)
+        return loss
+
+    trainer.advance = advance  # type: ignore[method-assign]
 
 
 def judge(name: str, course: Course, folder: Path, file: Path) -> None:
@@ -100,13 +117,15 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--minutes", type=float, help="as many steps as fit this time")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile; for a GPU")
     parser.add_argument("--share", type=float, default=1.0, help="of the lines to learn from")
     parser.add_argument("--anchors", type=int, default=ANCHORS, help="most blocks of a step")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of documents, a step")
     parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--save-every", type=int, default=1000)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_float32_matmul_precision("high")
     for name in args.models:
         make(name, args)
 

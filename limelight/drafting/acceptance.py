@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from limelight.drafting.answers import Document
-from limelight.drafting.lessons import Lesson, make_lesson, packed
+from limelight.drafting.lessons import Lesson, by_length, make_lesson, packed
 from limelight.drafting.loss import LessonBlocks, Rows
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
@@ -69,7 +69,7 @@ def measure(
     drafter: DFlash2, target: Model, documents: Iterable[Document], *, drafts: int
 ) -> dict[str, Acceptance]:
     """The acceptance by task; documents whose answer is a single token have no step."""
-    long = [one for one in documents if len(one.tokens) - one.prompt_length > 1]
+    long = by_length([one for one in documents if len(one.tokens) - one.prompt_length > 1])
     found: dict[str, Acceptance] = {}
     for group in packed(long, TOKENS_AT_ONCE):
         lesson = make_lesson(target, group, drafter.config.taps)

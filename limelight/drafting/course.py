@@ -151,15 +151,15 @@ def _check_enough(data: str, learned: list[Document], held_out: list[Document]) 
 
 def run(trainer: Trainer, course: Course, work: Work, *, progress: Progress, told: Told) -> None:
     """All steps that are left; each checkpoint is told with what it would get accepted."""
-    settings = course.settings
     if work.state.exists():
         trainer.restore(work.state)
-    with progress.phase("training", settings.steps, unit="steps") as advance:
+    with progress.phase("training", trainer.settings.steps, unit="steps") as advance:
         advance(trainer.step)
         began, first = time.monotonic(), trainer.step
-        while trainer.step < settings.steps:
+        while trainer.step < trainer.settings.steps:
             loss = trainer.advance()
             advance(1)
+            settings = trainer.settings
             if trainer.step % settings.save_every and trainer.step < settings.steps:
                 continue
             unary, selector = loss.unary.item(), loss.selector.item()

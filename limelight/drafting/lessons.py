@@ -38,37 +38,58 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """The tokens of a lesson, before the target has read them."""
+class Library:
+    """X tokens of D documents one after the other, on the CPU: all to learn from, or a few."""
 
-    lengths: list[int]
-    tokens_T: torch.Tensor
-    starts_T: torch.Tensor
-    answers_T: torch.Tensor
+    tokens_X: torch.Tensor
+    lengths_D: torch.Tensor
+    prompts_D: torch.Tensor
 
     @classmethod
-    def of(cls, documents: Sequence[Document], device: torch.device) -> "Packing":
-        lengths = [len(document.tokens) for document in documents]
-        tokens_T = torch.tensor([token for one in documents for token in one.tokens])
-        lengths_X = torch.tensor(lengths)
-        starts_T = (lengths_X.cumsum(0) - lengths_X).repeat_interleave(lengths_X)
-        prompts_X = torch.tensor([document.prompt_length for document in documents])
-        at_T = torch.arange(len(tokens_T)) - starts_T
-        answers_T = at_T >= prompts_X.repeat_interleave(lengths_X)
-        return cls(lengths, tokens_T.to(device), starts_T.to(device), answers_T.to(device))
+    def of(cls, documents: Sequence[Document]) -> "Library":
+        return cls(
+            torch.tensor([token for one in documents for token in one.tokens]),
+            torch.tensor([len(one.tokens) for one in documents]),
+            torch.tensor([one.prompt_length for one in documents]),
+        )
 
-    def lesson(self, taps_TF: torch.Tensor, hidden_TD: torch.Tensor) -> Lesson:
-        return Lesson(self.tokens_T, self.starts_T, self.answers_T, taps_TF, hidden_TD)
+    def pack(self, chosen_B: torch.Tensor) -> "Packing":
+        """Some of the documents, together."""
+        lengths_B = self.lengths_D[chosen_B]
+        firsts_B = (self.lengths_D.cumsum(0) - self.lengths_D)[chosen_B]
+        starts_T, firsts_T, prompts_T = (
+            each_B.repeat_interleave(lengths_B)
+            for each_B in (lengths_B.cumsum(0) - lengths_B, firsts_B, self.prompts_D[chosen_B])
+        )
+        at_T = torch.arange(len(starts_T)) - starts_T
+        return Packing(lengths_B, firsts_T + at_T, starts_T, at_T >= prompts_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Documents of a library, packed for a lesson."""
+
+    lengths_B: torch.Tensor
+    rows_T: torch.Tensor  # where each token is in the library
+    starts_T: torch.Tensor
+    answers_T: torch.Tensor
 
 
 @torch.no_grad()
 def make_lesson(target: Model, documents: Sequence[Document], layers: list[int]) -> Lesson:
     """Run the target over whole documents."""
-    device = target.norm.weight.device
-    packing, taps = Packing.of(documents, device), Taps(layers)
-    batch = Batch.packed(packing.lengths, device=device)
-    hidden_TD = target(packing.tokens_T, batch, taps)
-    return packing.lesson(taps.joined(), hidden_TD)
+    library = Library.of(documents)
+    return _read(target, library, library.pack(torch.arange(len(documents))), layers)
+
+
+@torch.no_grad()
+def _read(target: Model, library: Library, packing: Packing, layers: list[int]) -> Lesson:
+    device, taps = target.norm.weight.device, Taps(layers)
+    tokens_T = library.tokens_X[packing.rows_T].to(device)
+    batch = Batch.packed(packing.lengths_B.tolist(), device=device)
+    hidden_TD = target(tokens_T, batch, taps)
+    starts_T, answers_T = packing.starts_T.to(device), packing.answers_T.to(device)
+    return Lesson(tokens_T, starts_T, answers_T, taps.joined(), hidden_TD)
 
 
 def choose_anchors(lesson: Lesson, *, most: int, generator: torch.Generator) -> torch.Tensor:
@@ -92,29 +113,33 @@ def packed(documents: Sequence[Document], tokens: int) -> Iterator[list[Document
         yield held
 
 
+def by_length(documents: Sequence[Document]) -> list[Document]:
+    """In the order of their lengths: the target reads those of one length together."""
+    return sorted(documents, key=lambda document: len(document.tokens))
+
+
 class Lessons:
     """Lessons of documents drawn at random, of up to `tokens` tokens each."""
 
     def __init__(
         self, target: Model, documents: Sequence[Document], layers: list[int], *, tokens: int
     ):
-        self.target, self.documents, self.layers, self.tokens = target, documents, layers, tokens
-        self.kept: _Features | None = None
+        self.documents = by_length(documents)
+        self.library = Library.of(self.documents)
+        self.target, self.layers, self.tokens = target, layers, tokens
+        self.kept: Lesson | None = None
 
     @property
     def feature_bytes(self) -> int:
         """What it takes to keep the features of all documents."""
         config, weight = self.target.config, self.target.norm.weight
-        count = sum(len(document.tokens) for document in self.documents)
-        return count * (len(self.layers) + 1) * config.hidden_size * weight.itemsize
+        size = (len(self.layers) + 1) * config.hidden_size * weight.itemsize
+        return len(self.library.tokens_X) * size
 
     def keep(self, advance: Callable[[int], None]) -> None:
         """Have the target read all documents now, and never again."""
-        lengths = [len(document.tokens) for document in self.documents]
-        total, (size, weight) = (
-            sum(lengths),
-            (self.target.config.hidden_size, self.target.norm.weight),
-        )
+        total, weight = len(self.library.tokens_X), self.target.norm.weight
+        size = self.target.config.hidden_size
         taps_XF = weight.new_empty(total, len(self.layers) * size)
         hidden_XD = weight.new_empty(total, size)
         at = 0
@@ -124,35 +149,23 @@ class Lessons:
             taps_XF[at:end], hidden_XD[at:end] = lesson.taps_TF, lesson.hidden_TD
             at = end
             advance(len(group))
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        spans = [torch.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.kept = _Features(taps_XF, hidden_XD, spans)
+        whole = self.library.pack(torch.arange(len(self.documents)))
+        tokens_X, starts_X, answers_X = (
+            x_X.to(weight.device)
+            for x_X in (self.library.tokens_X, whole.starts_T, whole.answers_T)
+        )
+        self.kept = Lesson(tokens_X, starts_X, answers_X, taps_XF, hidden_XD)
 
     def draw(self, generator: torch.Generator) -> Lesson:
         """Whole documents, as many as fit, and one at least."""
-        order = torch.randperm(len(self.documents), generator=generator).tolist()
-        chosen: list[int] = []
-        left = self.tokens
-        for i in order:
-            left -= len(self.documents[i].tokens)
-            if chosen and left < 0:
-                break
-            chosen.append(i)
-        documents = [self.documents[i] for i in chosen]
+        order_D = torch.randperm(len(self.documents), generator=generator)
+        fit = self.library.lengths_D[order_D].cumsum(0) <= self.tokens
+        packing = self.library.pack(order_D[: max(1, int(fit.sum()))].sort().values)
         if self.kept is None:
-            return make_lesson(self.target, documents, self.layers)
-        packing = Packing.of(documents, self.target.norm.weight.device)
-        return packing.lesson(*self.kept.of(chosen))
-
-
-@dataclass(frozen=True, slots=True)
-class _Features:
-    """Of X tokens of all documents, and which of them are of each."""
-
-    taps_XF: torch.Tensor
-    hidden_XD: torch.Tensor
-    spans: list[torch.Tensor]
-
-    def of(self, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows_T = torch.cat([self.spans[i] for i in chosen]).to(self.taps_XF.device)
-        return self.taps_XF[rows_T], self.hidden_XD[rows_T]
+            return _read(self.target, self.library, packing, self.layers)
+        kept, device = self.kept, self.kept.tokens_T.device
+        rows_T = packing.rows_T.to(device)
+        return Lesson(
+            kept.tokens_T[rows_T], packing.starts_T.to(device), kept.answers_T[rows_T],
+            kept.taps_TF[rows_T], kept.hidden_TD[rows_T],
+        )  # fmt: skip

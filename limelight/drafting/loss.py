@@ -70,7 +70,8 @@ class LessonBlocks:
         foreign_BL = (columns_L < 0) & (at_BL < self.lesson.starts_T[self.anchors_B][:, None])
         hidden_BQL = hidden_QL | foreign_BL[:, None]
         at_BW = at_BL[:, :reach].clamp(min=0)
-        before = (x_TKC[at_BW] for x_TKC in self.context[layer])
+        # The gradients of a key that many blocks see are summed in FP32.
+        before = (x_TKC.float()[at_BW].to(x_TKC.dtype) for x_TKC in self.context[layer])
         k_KBLC, v_KBLC = (
             torch.cat(pair, dim=1).permute(2, 0, 1, 3) for pair in zip(before, (k, v), strict=True)
         )
@@ -111,39 +112,47 @@ class Loss:
         return Loss(self.unary + other.unary, self.selector + other.selector)
 
 
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """What the target says where rows learn: logarithms of p, and its best token."""
+
+    logs_BNV: torch.Tensor
+    best_BN: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: Model, lesson: Lesson, rows: Rows) -> "Teacher":
+        # The target's logits behind a token are those of the next.
+        before_BN = rows.at_BN - 1
+        logits_TV = target.logits(lesson.hidden_TD[before_BN.flatten()])
+        logs_TV, best_T = logits_TV.log_softmax(-1), logits_TV.argmax(-1)
+        return cls(logs_TV.view(*before_BN.shape, -1), best_T.view(before_BN.shape))
+
+
 def block_loss(
     drafter: DFlash2,
-    target: Model,
     lesson: Lesson,
     anchors_B: torch.Tensor,
+    learned: Rows,
+    teacher: Teacher,
     *,
     gamma: float,
-    count: torch.Tensor | None = None,
+    count: torch.Tensor,
 ) -> Loss:
-    """The two losses above of a block at each anchor; `count` are the rows to divide by, if the
-    anchors are a part of them."""
+    """The two losses above of a block at each anchor, over `count` rows that count in all."""
     rows = drafter.config.block_size
     context = drafter.context(lesson.taps_TF, lesson.positions_T)
     blocks = LessonBlocks(lesson, anchors_B, rows, context)
     hidden_BND = drafter(lesson.tokens_T[anchors_B], blocks)[:, 1:]
-    learned = Rows.behind(anchors_B, lesson, rows - 1)
     logits_BNV = drafter.logits(hidden_BND.flatten(0, 1)).unflatten(0, learned.at_BN.shape)
-    # The target's logits behind a token are those of the next.
-    before_BN = learned.at_BN - 1
-    with torch.no_grad():
-        teacher_TV = target.logits(lesson.hidden_TD[before_BN.flatten()])
-        best_BN = teacher_TV.argmax(-1).view(before_BN.shape)
-        teacher_BNV = teacher_TV.log_softmax(-1).view(*before_BN.shape, -1)
     unary_BN = F.kl_div(
-        logits_BNV.log_softmax(-1), teacher_BNV, reduction="none", log_target=True
+        logits_BNV.log_softmax(-1), teacher.logs_BNV, reduction="none", log_target=True
     ).sum(-1)
-    selector_BN = selector_loss(
-        drafter, hidden_BND, logits_BNV, best_BN, lesson.tokens_T[before_BN]
-    )
-    fading_N = torch.exp(-torch.arange(rows - 1, device=before_BN.device) / gamma)
-    weights_BN = fading_N * learned.counts_BN
-    count = (learned.counts_BN.sum() if count is None else count) + NO_ROWS
-    return Loss(*((x_BN * weights_BN).sum() / count for x_BN in (unary_BN, selector_BN)))
+    before_BN = lesson.tokens_T[learned.at_BN - 1]
+    selector_BN = selector_loss(drafter, hidden_BND, logits_BNV, teacher.best_BN, before_BN)
+    fading_N = torch.exp(-torch.arange(rows - 1, device=anchors_B.device) / gamma)
+    weights_BN = fading_N * learned.counts_BN / (count + NO_ROWS)
+    return Loss(*((x_BN * weights_BN).sum() for x_BN in (unary_BN, selector_BN)))
 
 
 def selector_loss(

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from limelight.drafting.lessons import Lesson, Lessons, choose_anchors
-from limelight.drafting.loss import Loss, Rows, block_loss
+from limelight.drafting.loss import Loss, Rows, Teacher, block_loss
 from limelight.drafting.settings import DraftSettings
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
@@ -53,7 +53,7 @@ class Trainer:
 
     def __init__(self, drafter: DFlash2, target: Model, lessons: Lessons, settings: DraftSettings):
         self.drafter, self.target, self.lessons = drafter, target, lessons
-        self.settings, self.step = settings, 0
+        self.settings, self.step, self.loss = settings, 0, block_loss
         named = dict(drafter.named_parameters())
         self.weights = [weight.requires_grad_(True) for weight in named.values()]
         self.masters = {
@@ -89,13 +89,15 @@ class Trainer:
 
     def _gradients(self, lesson: Lesson, anchors_B: torch.Tensor) -> Loss:
         """Of all blocks, some at a time as memory allows."""
-        rows = self.drafter.config.block_size
-        count = Rows.behind(anchors_B, lesson, rows - 1).counts_BN.sum()
+        block = self.drafter.config.block_size
+        count = Rows.behind(anchors_B, lesson, block - 1).counts_BN.sum()
         losses = []
         with torch.enable_grad():
             for piece_B in anchors_B.split(self._piece):
-                loss = block_loss(
-                    self.drafter, self.target, lesson, piece_B, gamma=FADING * rows, count=count
+                rows = Rows.behind(piece_B, lesson, block - 1)
+                teacher = Teacher.of(self.target, lesson, rows)
+                loss = self.loss(
+                    self.drafter, lesson, piece_B, rows, teacher, gamma=FADING * block, count=count
                 )
                 loss.total.backward()
                 losses.append(Loss(loss.unary.detach(), loss.selector.detach()))

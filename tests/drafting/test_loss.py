@@ -10,7 +10,7 @@ from tiny import prompts, write_checkpoint
 from limelight.drafting.acceptance import total, walk
 from limelight.drafting.answers import Document
 from limelight.drafting.lessons import Lessons, choose_anchors, make_lesson
-from limelight.drafting.loss import LessonBlocks, block_loss
+from limelight.drafting.loss import LessonBlocks, Rows, Teacher, block_loss
 from limelight.drafting.settings import DraftSettings
 from limelight.drafting.trainer import Trainer, initialize
 from limelight.models.batch import Batch
@@ -103,10 +103,13 @@ def test_rows_behind_the_document_do_not_count(target):
     randomize(drafter)
     drafter.requires_grad_(True)
     anchors_B = torch.tensor([22])
-    losses = [
-        block_loss(drafter, target, lesson_of(target, [texts[0], behind]), anchors_B, gamma=4.0)
-        for behind in (texts[1], other)
-    ]
+    losses = []
+    for behind in (texts[1], other):
+        lesson = lesson_of(target, [texts[0], behind])
+        rows = Rows.behind(anchors_B, lesson, 7)
+        teacher, count = Teacher.of(target, lesson, rows), rows.counts_BN.sum()
+        loss = block_loss(drafter, lesson, anchors_B, rows, teacher, gamma=4.0, count=count)
+        losses.append(loss)
     assert torch.equal(losses[0].total, losses[1].total)
     losses[0].total.backward()
     assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
