@@ -300,7 +300,8 @@ def _draft_train(args: argparse.Namespace) -> int:
     from limelight.progress import Progress
 
     config = config_from(args, EngineConfig)
-    return _tell_acceptance(args, train(config, settings, progress=Progress()))
+    found = train(config, settings, progress=Progress())
+    return _tell_acceptance(args, config.model, str(settings.out), found)
 
 
 def _draft_eval(args: argparse.Namespace) -> int:
@@ -309,21 +310,25 @@ def _draft_eval(args: argparse.Namespace) -> int:
     from limelight.drafting.trial import evaluate
     from limelight.progress import Progress
 
+    config = config_from(args, EngineConfig)
     found = evaluate(
-        config_from(args, EngineConfig), args.drafter, args.data,
+        config, args.drafter, args.data,
         drafts=args.num_speculative_tokens, max_tokens=args.max_tokens, progress=Progress(),
     )  # fmt: skip
-    return _tell_acceptance(args, found)
+    return _tell_acceptance(args, config.model, args.drafter, found)
 
 
-def _tell_acceptance(args: argparse.Namespace, found: "dict[str, Acceptance]") -> int:
+def _tell_acceptance(
+    args: argparse.Namespace, model: str, drafter: str, found: "dict[str, Acceptance]"
+) -> int:
     from limelight.bench.record import record, save
     from limelight.drafting.trial import rows, show
 
     report = rows(found)
     show(report)
     if args.json:
-        save(args.json, record("draft", args.argv, report))
+        names: dict[str, object] = {"model": model, "drafter": drafter}
+        save(args.json, record("spec", args.argv, [names | row for row in report]))
     return 0
 
 

@@ -82,6 +82,7 @@ def test_eval_tells_the_same_of_the_folder(target, data, trained, tmp_path):
     limits = ["--max-tokens", "12", "--json", str(report)]
     assert cli.main([*command, "--data", str(data), *limits]) == 0
     told = json.loads((trained.parent / "report.json").read_text())["rows"]
+    assert {(row["model"], row["drafter"]) for row in told} == {(str(target), str(trained))}
     assert json.loads(report.read_text())["rows"] == told
     answers = trained.with_name("drafter.work") / "answers.jsonl"
     assert cli.main([*command, "--data", str(answers), *limits]) == 0
