@@ -18,24 +18,8 @@ def config_json(
 ) -> dict[str, object]:
     """In the published spelling; `ValueError` for a shape that cannot be."""
     layers = settings.layers or min(MOST_LAYERS, -(-target.num_layers // 3))
-    block = settings.num_speculative_tokens + 1
-    mask = settings.mask_token if settings.mask_token is not None else pad_token
-    if mask is None:
-        raise ValueError("the target has no pad_token_id: give --mask-token, a token id")
-    low, high = RANKS
-    hidden = target.hidden_size
-    softcap = target.logit_softcap if isinstance(target, BeamConfig) else None
-    drafting = {
-        "target_layer_ids": _taps(settings, target),
-        "mask_token_id": mask,
-        "block_size": block,
-        "selector_rank": settings.rank or min(high, max(low, hidden // 8)),
-        "selector_top_k": settings.top_k or min(USUAL_CANDIDATES, target.vocab_size),
-        "conv_kernel_size": settings.conv_taps,
-        "conv_group_size": settings.conv_group or gcd(USUAL_GROUP, hidden),
-        "final_logit_softcapping": softcap,
-    }
-    json = {
+    hidden, block = target.hidden_size, settings.num_speculative_tokens + 1
+    json: dict[str, object] = {
         "architectures": [BEAM if isinstance(target, BeamConfig) else QWEN],
         "model_type": "qwen3",
         "dtype": "bfloat16",
@@ -58,10 +42,30 @@ def config_json(
         "num_target_layers": target.num_layers,
         "target_hidden_size": hidden,
         "block_size": block,
-        "dflash_config": drafting,
+        "dflash_config": _drafting(settings, target, pad_token),
     }
     DFlash2Config.from_dict(json, source="the drafter's shape").check_target(target)
     return json
+
+
+def _drafting(
+    settings: DraftSettings, target: ModelConfig, pad_token: int | None
+) -> dict[str, object]:
+    mask = settings.mask_token if settings.mask_token is not None else pad_token
+    if mask is None:
+        raise ValueError("the target has no pad_token_id: give --mask-token, a token id")
+    (low, high), hidden = RANKS, target.hidden_size
+    softcap = target.logit_softcap if isinstance(target, BeamConfig) else None
+    return {
+        "target_layer_ids": _taps(settings, target),
+        "mask_token_id": mask,
+        "block_size": settings.num_speculative_tokens + 1,
+        "selector_rank": settings.rank or min(high, max(low, hidden // 8)),
+        "selector_top_k": settings.top_k or min(USUAL_CANDIDATES, target.vocab_size),
+        "conv_kernel_size": settings.conv_taps,
+        "conv_group_size": settings.conv_group or gcd(USUAL_GROUP, hidden),
+        "final_logit_softcapping": softcap,
+    }
 
 
 def _taps(settings: DraftSettings, target: ModelConfig) -> list[int]:
