@@ -291,7 +291,22 @@ class DFlash2(nn.Module):
     ) -> Drafts:
         """N drafts behind each anchor, N one less than the block's rows; see `selector.walk`."""
         hidden_BND = self(anchors_B, blocks)[:, 1:]
-        unary_BNK, ids_BNK = self.candidates(hidden_BND)
+        return self.choose(
+            anchors_B, hidden_BND, self.candidates(hidden_BND),
+            temperature_B=temperature_B, uniform_BN=uniform_BN,
+        )  # fmt: skip
+
+    def choose(
+        self,
+        anchors_B: torch.Tensor,
+        hidden_BND: torch.Tensor,
+        candidates: tuple[torch.Tensor, torch.Tensor],
+        *,
+        temperature_B: torch.Tensor,
+        uniform_BN: torch.Tensor,
+    ) -> Drafts:
+        """The last part of `propose`: one of its candidates for each place."""
+        unary_BNK, ids_BNK = candidates
         anchors_BK = anchors_B[:, None].expand(-1, ids_BNK.shape[2])
         before_BNK = torch.cat([anchors_BK[:, None], ids_BNK[:, :-1]], dim=1)
         scores_BNKK = self.selector(hidden_BND, unary_BNK, before_BNK, ids_BNK)
