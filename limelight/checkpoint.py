@@ -11,8 +11,9 @@ BUNDLED_PARSERS = {
     "beam-nano-nvfp4": "beam",
 }  # fmt: skip
 BUNDLED_NAMES = tuple(BUNDLED_PARSERS)
-# The drafter of each.
-BUNDLED_DRAFTERS: dict[str, str] = {}
+# A drafter of each; those in four bits have the drafter of the model that they were made of.
+BUNDLED_DRAFTERS = {"flint-nano": "flint-nano-dflash2", "beam-nano": "beam-nano-dflash2"}
+BUNDLED_DRAFTERS |= {f"{name}-nvfp4": drafter for name, drafter in BUNDLED_DRAFTERS.items()}
 # What a checkpoint may consist of; pickles (.bin, .pt) run code when they are read.
 HUB_FILES, HUB_WEIGHTS = ["*.json", "*.jinja"], ("*.safetensors", "*.gguf")
 LARGEST_JSON = 64 * 2**20

@@ -1,4 +1,4 @@
-"""The `limelight` command: serve, chat, generate, inspect, quantize and bench.
+"""The `limelight` command: serve, chat, generate, inspect, quantize, draft and bench.
 
 Nothing heavy is imported before a command runs, so that the help answers at once.
 """
@@ -8,11 +8,13 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 from limelight import SamplingParams, StructuredOutputsParams, __version__
 from limelight.bench import decode, ops, prefill, serve, spec
 from limelight.checkpoint import BUNDLED_PARSERS
 from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
+from limelight.drafting.settings import DraftSettings
 from limelight.flags import (
     add_config_flags,
     add_foreign_flags,
@@ -23,6 +25,9 @@ from limelight.flags import (
     merge,
     spell,
 )
+
+if TYPE_CHECKING:
+    from limelight.drafting.acceptance import Acceptance
 
 FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
 # A bundled model has its parsers unless one of these is given.
@@ -164,6 +169,27 @@ def _bench_flags(parser: argparse.ArgumentParser):
         command.set_defaults(run=_bench, bench=name)
 
 
+def _draft_flags(parser: argparse.ArgumentParser):
+    commands = _commands(parser)
+    train = _add(commands, "train", "Train a drafter for a model on what the model says itself.")
+    _engine_flags(train)
+    add_config_flags(train, DraftSettings, title="training")
+    train.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+    train.set_defaults(run=_draft_train)
+    judge = _add(commands, "eval", "Tell how many drafts of a drafter a model would accept.")
+    _engine_flags(judge)
+    judge.add_argument(
+        "drafter", nargs="?", metavar="DRAFTER", help="bundled drafter, local folder or hub id"
+    )
+    judge.add_argument("--data", metavar="FILE", help="JSON lines of prompts or messages")
+    judge.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="default: all that its block has"
+    )
+    judge.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    judge.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+    judge.set_defaults(run=_draft_eval)
+
+
 def _serve(args: argparse.Namespace) -> int:
     engine = config_from(args, EngineConfig)
     reading = _reading(args, engine.model)
@@ -268,6 +294,44 @@ def _quantize(args: argparse.Namespace) -> int:
     return 0
 
 
+def _draft_train(args: argparse.Namespace) -> int:
+    settings = config_from(args, DraftSettings)
+    from limelight.drafting.course import train
+    from limelight.progress import Progress
+
+    config = config_from(args, EngineConfig)
+    found = train(config, settings, progress=Progress())
+    return _tell_acceptance(args, config.model, str(settings.out), found)
+
+
+def _draft_eval(args: argparse.Namespace) -> int:
+    if not args.drafter or not args.data:
+        raise ValueError("give MODEL, DRAFTER and --data FILE")
+    from limelight.drafting.trial import evaluate
+    from limelight.progress import Progress
+
+    config = config_from(args, EngineConfig)
+    found = evaluate(
+        config, args.drafter, args.data,
+        drafts=args.num_speculative_tokens, max_tokens=args.max_tokens, progress=Progress(),
+    )  # fmt: skip
+    return _tell_acceptance(args, config.model, args.drafter, found)
+
+
+def _tell_acceptance(
+    args: argparse.Namespace, model: str, drafter: str, found: "dict[str, Acceptance]"
+) -> int:
+    from limelight.bench.record import record, save
+    from limelight.drafting.trial import rows, show
+
+    report = rows(found)
+    show(report)
+    if args.json:
+        names: dict[str, object] = {"model": model, "drafter": drafter}
+        save(args.json, record("spec", args.argv, [names | row for row in report]))
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     from limelight.bench.record import record, save, show
 
@@ -288,5 +352,6 @@ COMMANDS = {
     "generate": ("Complete prompts and print the texts.", _generate_flags, _generate),
     "inspect": ("Tell what a model holds and whether it fits.", _inspect_flags, _inspect),
     "quantize": ("Write a checkpoint anew in NVFP4.", _quantize_flags, _quantize),
+    "draft": ("Train or judge a drafter.", _draft_flags, None),
     "bench": ("Measure speed and write it down.", _bench_flags, None),
 }

@@ -113,7 +113,7 @@ def _form(name: str, hint: object) -> dict[str, object]:
         return {"type": _choice(name, options), "metavar": "{" + ",".join(options) + "}"}
     metavar = name.split("_")[-1].upper()
     if get_origin(hint) is list:
-        return {"nargs": "+", "metavar": metavar}
+        return {"nargs": "+", "type": get_args(hint)[0], "metavar": metavar}
     if get_origin(hint) is dict:
         return {"type": json_object, "action": "append", "metavar": "JSON"}
     return {"type": hint, "metavar": metavar}

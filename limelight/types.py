@@ -273,8 +273,8 @@ class Grant:
 
     `tables[g]` is (first index, block ids): the entries of group g's block table that changed since
     the last grant. With `samples` the last position yields the next token. The last `num_drafts`
-    positions are those of drafts, of which fewer may be verified; while a step with drafts is under
-    way, `start` is the earliest position that the next one can have.
+    positions are those of drafts, of which fewer may be verified. Behind drafts of a step under way
+    it may start up to `unsure` positions later than at `start`.
     """
 
     slot: int
@@ -283,6 +283,7 @@ class Grant:
     tables: list[tuple[int, list[int]]]
     samples: bool
     num_drafts: int = 0
+    unsure: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,11 @@ class StepPlan:
     grants: list[Grant] = field(default_factory=list)
     trim: Trim | None = None
     drafts: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has and makes no drafts, and where each sequence stands is known."""
+        return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)
 
     @property
     def num_tokens(self) -> int:

@@ -55,7 +55,8 @@ def test_the_help_of_every_command_needs_no_torch():
     program = (
         "import sys; from limelight import cli\n"
         "for argv in (['serve'], ['chat'], ['generate'], ['inspect'], ['quantize'],\n"
-        "             ['bench', 'decode'], ['bench', 'serve']):\n"
+        "             ['bench', 'decode'], ['bench', 'serve'], ['draft', 'train'],\n"
+        "             ['draft', 'eval']):\n"
         "    try: cli.main([*argv, '--help'])\n"
         "    except SystemExit as error: assert error.code == 0\n"
         "heavy = {'torch', 'rich', 'transformers', 'starlette', 'numpy'} & set(sys.modules)\n"

@@ -34,6 +34,7 @@ LEVELS = [
         "inspection",
         "quantize",
         "conversion",
+        "drafting",
         "demo_tools",
         "__main__",
     },

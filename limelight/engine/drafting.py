@@ -4,7 +4,7 @@ What a pass of the drafter says of its drafts is told only after the step that v
 its budget: a budget that knew it would choose among drafts by what they are (`ops/trim.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,8 +68,13 @@ class Drafting:
         trim = self.policy.trim(decision.budget)
         return replace(plan, trim=trim, drafts=decision.drafts)
 
-    def learn(self, results: Iterable[tuple[Grant, Sampled]], times: StepTimes | None) -> None:
-        """What came of a step's sequences, but for those that have ended."""
+    def learn(
+        self,
+        results: Iterable[tuple[Grant, Sampled]],
+        going_on: Collection[int],
+        times: StepTimes | None,
+    ) -> None:
+        """What came of a step's sequences; those in the slots `going_on` have not ended."""
         results = [(grant, sampled) for grant, sampled in results if grant.samples]
         tried = [one for grant, one in results if grant.num_drafts and grant.slot in self.odds]
         if tried:
@@ -81,7 +86,7 @@ class Drafting:
             )
         for _, sampled in results:
             self.odds.pop(sampled.slot, None)
-            if sampled.odds is not None:
+            if sampled.odds is not None and sampled.slot in going_on:
                 self.odds[sampled.slot] = self.untold[sampled.slot] = sampled.odds
         self.times = times
         if times is not None:

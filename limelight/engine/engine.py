@@ -194,15 +194,16 @@ class Engine:
             result = step.launched.result()
         except Exception as error:
             return self._fail_all(step.sequences.values(), error)
-        outputs, going_on = [], []
+        outputs, settled, going_on = [], [], set()
         for grant, sampled in zip(step.plan.grants, result.sampled, strict=True):
             sequence = step.sequences[grant.slot]
             if self.scheduler.holds(sequence):
                 outputs.append(self._settle(sequence, grant, sampled))
+                settled.append((grant, sampled))
             if self.scheduler.running.get(grant.slot) is sequence:
-                going_on.append((grant, sampled))
+                going_on.add(grant.slot)
         if self.drafting is not None:
-            self.drafting.learn(going_on, result.times)
+            self.drafting.learn(settled, going_on, result.times)
         return [output for output in outputs if output is not None]
 
     def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:

@@ -291,7 +291,11 @@ class Scheduler:
         assert sequence.slot is not None
         start, end = sequence.num_computed, sequence.num_computed + count
         samples = end >= sequence.num_tokens
-        plan.grants.append(Grant(sequence.slot, start, count + drafts, tables, samples, drafts))
+        plan.grants.append(
+            Grant(
+                sequence.slot, start, count + drafts, tables, samples, drafts, sequence.num_unsure
+            )
+        )  # fmt: skip
         first = start // self.groups.block_size
         if count > 1 and end // self.groups.block_size > first and self.groups.prefix_caching:
             digest = self.groups.block_hash(sequence, first)

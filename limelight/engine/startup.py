@@ -335,9 +335,11 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
     )
     admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
     steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
+    kinds = (True, False) if plan.ahead else (False,)  # with drafts and without
     with progress.phase("warming up", len(steps)) as advance:
         for grants in steps:
-            runner.execute(StepPlan(admissions, grants, drafts=True))
+            for drafts in kinds:
+                runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
     runner.forget()
 

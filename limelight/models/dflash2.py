@@ -312,7 +312,22 @@ class DFlash2(nn.Module):
     ) -> Drafts:
         """N drafts behind each anchor, N one less than the block's rows; see `selector.choose`."""
         hidden_BND = self(anchors_B, blocks)[:, 1:]
-        unary_BNK, ids_BNK = self.candidates(hidden_BND)
+        return self.choose(
+            anchors_B, hidden_BND, self.candidates(hidden_BND),
+            temperature_B=temperature_B, uniform_BN=uniform_BN,
+        )  # fmt: skip
+
+    def choose(
+        self,
+        anchors_B: torch.Tensor,
+        hidden_BND: torch.Tensor,
+        candidates: tuple[torch.Tensor, torch.Tensor],
+        *,
+        temperature_B: torch.Tensor,
+        uniform_BN: torch.Tensor,
+    ) -> Drafts:
+        """The last part of `propose`: one of its candidates for each place."""
+        unary_BNK, ids_BNK = candidates
         tokens_BN, scores_BNK = selector.choose(
             unary_BNK, ids_BNK, self.selector.gate(hidden_BND), anchors_B,
             self.selector.before_VR, self.selector.after_VR, temperature_B, uniform_BN,

@@ -10,6 +10,8 @@ scales, this step's too, and FP32 (the kernels scale scores and sums instead, an
 type of the queries). A gate follows, with roundings of its own (`output_gate`).
 """
 
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 
@@ -98,24 +100,25 @@ def attend_packed(
     sinks_H: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention inside each of the packed sequences: [T, H, C]."""
+    """Attention inside each packed sequence, of neighbours of one length at once: [T, H, C]."""
     outs = []
-    parts = zip(q_THC.split(lengths), k_TKC.split(lengths), v_TKC.split(lengths), strict=True)
-    for q_LHC, k_LKC, v_LKC in parts:
-        at_L = torch.arange(len(q_LHC) + 1, device=q_LHC.device)
+    runs = [(length, len(list(group))) for length, group in groupby(lengths)]
+    tokens = [length * count for length, count in runs]
+    parts = zip(runs, q_THC.split(tokens), k_TKC.split(tokens), v_TKC.split(tokens), strict=True)
+    for (length, count), q_THC, k_TKC, v_TKC in parts:
+        q_BQHC, k_BLKC, v_BLKC = (x.unflatten(0, (count, length)) for x in (q_THC, k_TKC, v_TKC))
+        at_L = torch.arange(length + 1, device=q_THC.device)
         hidden_QL = at_L > at_L[:-1, None]
         if window is not None:
             hidden_QL |= at_L <= at_L[:-1, None] - window
-        bias_QL = torch.zeros(hidden_QL.shape, device=q_LHC.device)
+        bias_QL = torch.zeros(hidden_QL.shape, device=q_THC.device)
+        bias_BQL = bias_QL.masked_fill_(hidden_QL, float("-inf")).expand(count, -1, -1)
         # The zero key that stands for the sink comes last.
         k_KBLC, v_KBLC = (
-            F.pad(x, (0, 0, 0, 0, 0, 1)).transpose(0, 1)[:, None] for x in (k_LKC, v_LKC)
+            F.pad(x_BLKC, (0, 0, 0, 0, 0, 1)).permute(2, 0, 1, 3) for x_BLKC in (k_BLKC, v_BLKC)
         )
-        out_BQHC = _attend(
-            q_LHC[None], k_KBLC, v_KBLC, bias_QL.masked_fill_(hidden_QL, float("-inf"))[None],
-            sinks_H=sinks_H, scale=scale,
-        )  # fmt: skip
-        outs.append(out_BQHC[0].to(q_LHC.dtype))
+        out_BQHC = _attend(q_BQHC, k_KBLC, v_KBLC, bias_BQL, sinks_H=sinks_H, scale=scale)
+        outs.append(out_BQHC.flatten(0, 1).to(q_THC.dtype))
     return torch.cat(outs)
 
 

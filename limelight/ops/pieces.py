@@ -331,9 +331,8 @@ def launch(
     known = {"SEQUENCES": triton.next_power_of_2(max(sequences, 1)), "PIECE": PIECE}
     cut_R, last_R = None, None
     if cuts is not None:
-        cut_R, last_R = (
-            torch.empty(rows, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32)
-        )
+        cut_R = torch.empty(rows, dtype=torch.float32, device=device)
+        last_R = torch.empty(rows, dtype=torch.int32, device=device)
     if rows:
         _pieces_kernel[(rows, pieces)](
             logits_RV, temperature_B, starts_B, best_RP, at_RP, sum_RP, *shape,

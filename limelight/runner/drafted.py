@@ -26,7 +26,14 @@ from limelight.ops.verify import (
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
-from limelight.runner.inputs import DraftedTensors, PassTensors, StepInputs, fill, lay_out
+from limelight.runner.inputs import (
+    DraftedTensors,
+    PassTensors,
+    StepInputs,
+    StepTensors,
+    fill,
+    lay_out,
+)
 from limelight.runner.launched import (
     DraftedLaunch,
     Judged,
@@ -124,6 +131,16 @@ class DraftedSteps:
         extent = self._extent_of_graph(len(tensors.tokens_T))
         _, logits_RV, rows = self.run(tensors, extent)
         return self.judge(logits_RV, rows, tensors, extent)
+
+    def follow(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
+        """The hidden states of a step without drafts; the drafter's cache gets its part of them."""
+        assert batch.paged is not None
+        taps = Taps(self.drafter.model.config.taps)
+        hidden_TD = self.model(tensors.tokens_T, batch, taps)
+        paged = self.drafter.paged(batch.paged.layouts)
+        self.drafter.fill(taps.joined(), tensors.positions_T, paged)
+        self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
+        return hidden_TD
 
     def launch(
         self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]

@@ -64,6 +64,7 @@ class Launched:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by slot
     tokens_R: torch.Tensor | None = None  # where the device did, on the host once `done`
     best_R: torch.Tensor | None = None
+    times: "Stopwatch | None" = None
     done: torch.cuda.Event | None = None
 
     def fetch(self, tokens_R: torch.Tensor, best_R: torch.Tensor) -> "Launched":
@@ -78,7 +79,8 @@ class Launched:
             if self.done is not None:
                 self.done.synchronize()
         choices = dict(zip(self.slots, self._choices(), strict=True))
-        return StepResult([self._sampled(grant, choices.get(grant.slot)) for grant in self.grants])
+        sampled = [self._sampled(grant, choices.get(grant.slot)) for grant in self.grants]
+        return StepResult(sampled, None if self.times is None else self.times.read())
 
     def _choices(self) -> list[Choice]:
         if self.choices is not None:
@@ -188,6 +190,12 @@ class Stopwatch:
         )
         self.marks: list[float | torch.cuda.Event] = []
         self.mark()
+
+    @classmethod
+    def of_step(cls, grants: list[Grant], device: torch.device) -> "Stopwatch":
+        """Started for a step without drafts."""
+        rows = sum(grant.num_tokens for grant in grants)
+        return cls(device, rows, sum(grant.start for grant in grants) + rows)
 
     def drafted(self, sequences: int) -> None:
         """The end of a second part, which drafts for so many."""

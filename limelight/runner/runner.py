@@ -21,7 +21,13 @@ from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, lay_out
-from limelight.runner.launched import DraftedLaunch, Launched, device_faults
+from limelight.runner.launched import (
+    DraftedLaunch,
+    Launched,
+    Stopwatch,
+    device_faults,
+    end_of_launch,
+)
 from limelight.runner.sampler import NO_GRAMMARS, Sampler, token_logprobs
 from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
 
@@ -115,8 +121,17 @@ class ModelRunner:
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
-        if self.drafted is not None:
+        if self.drafted is None:
+            return self._launch_plain(plan, grants)
+        if not plan.is_plain:
             return self._launch_drafted(self.drafted, plan, grants)
+        watch = Stopwatch.of_step(grants, self.device)
+        launched = self._launch_plain(plan, grants)
+        watch.mark()
+        launched.times, launched.done = watch, end_of_launch(self.device)
+        return launched
+
+    def _launch_plain(self, plan: StepPlan, grants: list[Grant]) -> Launched:
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan.grants, [grant.slot for grant in sampling], self.device)
@@ -156,7 +171,6 @@ class ModelRunner:
         """Make decode steps graphs; the model must have run before."""
         if self.drafted is not None:
             self.drafted.capture(progress)
-            return
         sizes = graph_sizes(self.tables.nobody)
         self.graphs = Graphs(self.decode, self._padding, sizes, progress)
 
@@ -179,8 +193,13 @@ class ModelRunner:
     def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        logits_RV = self.model.logits(self.model(tensors.tokens_T, batch))
-        return self._draw(logits_RV, tensors, cuts=True)
+        return self._draw(self.model.logits(self._run(tensors, batch)), tensors, cuts=True)
+
+    def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
+        """The hidden states of a step; a drafter gets what it needs to go on from there."""
+        if self.drafted is None:
+            return self.model(tensors.tokens_T, batch)
+        return self.drafted.follow(tensors, batch)
 
     def _padding(self, size: int) -> StepTensors:
         return self._send((size,) * 3, [], [])
@@ -252,7 +271,7 @@ class ModelRunner:
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
-        return self.model(tensors.tokens_T, self._batch(tensors, few=few, bounds=bounds))
+        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds))
 
     def _draw(
         self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool

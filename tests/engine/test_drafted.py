@@ -8,6 +8,10 @@ from drafted import inject, knowing, start_drafted, write_drafter
 from safetensors.torch import load_file, save_file
 from tiny import prompts, request, run, start, write_checkpoint
 
+from limelight.engine.drafting import Drafting
+from limelight.engine.speculation import Decision
+from limelight.types import SpeculationStats, Trim
+
 NEAR = 1e-4
 
 
@@ -212,6 +216,58 @@ def test_adaptive_drafting_gives_the_same_texts_and_learns(folder, drafter, over
     spec = engine.stats().speculation
     assert spec.verified <= spec.offered and spec.predicted > 0
     assert spec.intercepts != [-0.2] * 7
+
+
+class Whim:
+    """A policy that rests, drafts and trims as it likes."""
+
+    def __init__(self, seed: int):
+        self.rng, self.rests = random.Random(seed), 0
+
+    def choose(self, load):
+        drafts = self.rng.random() < 0.6
+        self.rests += not drafts
+        return Decision(self.rng.randint(0, sum(load.drafts)), drafts)
+
+    def trim(self, budget):
+        return Trim(budget, 0.5, [-0.2] * 7)
+
+    def drafted(self, slots, odds_BN):
+        assert odds_BN.shape == (len(slots), 7)
+
+    def settled(self, slots, odds_BN, verified, accepted):
+        assert len(slots) == len(set(slots)) == len(odds_BN) == len(verified) == len(accepted)
+
+    def timed(self, times):
+        assert times.rows > 0 and times.verify_ms > 0
+
+    def forget(self, slot):
+        pass
+
+    def stats(self):
+        return SpeculationStats()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_decided_about_drafts_the_texts_are_the_same(folder, drafter, overlap, seed):
+    """Steps with drafts and without in any order, trimmed anyhow, prompts in pieces between."""
+    asked = [
+        request(
+            text, seed=i, max_tokens=30, temperature=0.8 * (i % 2), top_p=0.9 if i % 4 == 3 else 1,
+            logprobs=0 if i == 4 and seed == 2 else None,
+        )
+        for i, text in enumerate(prompts(*range(20, 60, 4), seed=seed))
+    ]  # fmt: skip
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 64}
+    plain = start(folder, **limits)
+    expected = run(plain, asked)
+    known = {one.id: answer.token_ids for one, answer in zip(asked, expected, strict=True)}
+    engine = start_drafted(folder, drafter, **limits)
+    engine.overlap, engine.drafting = overlap, Drafting(Whim(seed))
+    inject(engine, knowing(known, right=0.8))
+    answers = run(engine, asked)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    assert engine.drafting.policy.rests > 0 and engine.stats().cache_usage == 0.0
 
 
 def test_drawn_drafts_follow_the_seed_alone(flint, drafter, overlap):
