@@ -5,7 +5,7 @@ import torch
 from limelight.cache.storage import KVStorage
 from limelight.models.batch import Paged, PagedBlocks
 from limelight.models.dflash2 import DFlash2
-from limelight.ops.noise import DRAFT, uniform
+from limelight.ops.noise import draft_uniform
 from limelight.ops.paging import PagedLayout
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.ops.trim import MOST_ODDS, log_odds, survival
@@ -82,13 +82,10 @@ class Drafter:
         rows_B = rows_B.long()
         blocks, first_B = self._blocks(rows_B)
         warmth_B = temperature_B if self.draws else torch.zeros_like(temperature_B)
-        place_N = torch.arange(self.num_drafts, device=rows_B.device)
-        numbers_BN = uniform(
-            seeds_B[:, None], first_B[:, None].long() + 1 + place_N, stream=DRAFT + place_N
-        )
+        numbers_BN = draft_uniform(seeds_B, first_B.long() + 1, drafts=self.num_drafts)
         drafts = self.model.propose(
             self.last_tokens_S[rows_B], blocks,
-            temperature_B=warmth_B, uniform_BN=numbers_BN.float(),
+            temperature_B=warmth_B, uniform_BN=numbers_BN,
         )  # fmt: skip
         if self.synthetic is None:
             odds_BN = log_odds(drafts.proposals.scores_BNK, temperature_B)
