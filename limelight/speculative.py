@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 MOST_DRAFTS = 15
+NO_DRAFTS: dict[str, object] = {"num_speculative_tokens": 0}
 MOST_SPREAD = 10
 
 

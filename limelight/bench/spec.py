@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from limelight.bench import workload
 from limelight.config import EngineConfig
 from limelight.flags import config_from
+from limelight.speculative import NO_DRAFTS
 from limelight.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _entries(args: argparse.Namespace, config: EngineConfig) -> "list[Entry]":
 
     found = []
     if "none" in args.drafts:
-        plain = replace(config, speculative_config={"num_speculative_tokens": 0})
+        plain = replace(config, speculative_config=NO_DRAFTS)
         found.append(Entry(plain, ["none"]))
     ways = [way for way in WAYS[1:] if way in args.drafts]
     if not ways:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from limelight.config import EngineConfig
 from limelight.flags import config_from
+from limelight.speculative import NO_DRAFTS
 from limelight.types import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ def add_slice_flag(parser: argparse.ArgumentParser):
 def open_engine(args: argparse.Namespace) -> "tuple[Started, EngineConfig]":
     """The engine in process, with room for the largest batch and without prefix caching."""
     config = config_from(
-        args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.batch)
-    )
+        args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.batch),
+        speculative_config=NO_DRAFTS,
+    )  # fmt: skip
+    if config.speculative is not None:
+        raise ValueError("steps are timed without drafts here; limelight bench spec has them")
     from limelight.engine.startup import start_engine
     from limelight.parallel.mesh import Mesh
     from limelight.progress import Progress

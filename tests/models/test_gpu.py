@@ -6,6 +6,7 @@ from tiny import FAMILIES, prompts, request, run, start
 
 from limelight.checkpoint import BUNDLED_DRAFTERS, BUNDLED_NAMES
 from limelight.ops import use_reference
+from limelight.speculative import NO_DRAFTS
 
 pytestmark = pytest.mark.gpu
 WIDTHS = {
@@ -83,9 +84,6 @@ def test_prompts_and_answers_are_as_likely_as_transformers_says(real):
     )
     print(f"from FP32: kernels {kernels:.5f}, transformers {peer:.5f}, references {references:.5f}")
     assert kernels < 1.2 * min(peer, references) + 1e-3
-
-
-NO_DRAFTS = {"num_speculative_tokens": 0}
 
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
