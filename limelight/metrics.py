@@ -13,7 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from limelight.types import EngineStats, ModelInfo, SpeculationStats
+from limelight.stats import EngineStats, ModelInfo, SpeculationStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = ("model_name", "engine")

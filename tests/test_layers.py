@@ -15,6 +15,7 @@ LEVELS = [
         "checkpoint",
         "progress",
         "speculative",
+        "stats",
         "__version__",
         "SamplingParams",
         "StructuredOutputsParams",

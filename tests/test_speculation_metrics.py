@@ -3,7 +3,7 @@
 import re
 
 from limelight.metrics import Metrics
-from limelight.types import EngineStats, SpeculationStats
+from limelight.stats import EngineStats, SpeculationStats
 
 
 def told(stats: EngineStats) -> dict[str, float]:

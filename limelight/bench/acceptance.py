@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from limelight.bench.closed_loop import Window
 from limelight.bench.record import spread
-from limelight.types import SpeculationStats, StepTimes
+from limelight.stats import SpeculationStats
+from limelight.types import StepTimes
 
 
 def rate(window: Window) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from limelight.bench.workload import Steps
 from limelight.engine.engine import Engine
-from limelight.types import EngineStats, Output, Request, StepTimes
+from limelight.stats import EngineStats
+from limelight.types import Output, Request, StepTimes
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ import zmq.asyncio
 
 from limelight.config import EngineConfig
 from limelight.engine.process import Command, Report
-from limelight.types import EngineStats, ModelInfo, Output, Request
+from limelight.stats import EngineStats, ModelInfo
+from limelight.types import Output, Request
 
 logger = logging.getLogger(__name__)
 # A sign of life comes every second; a busy machine may delay some.

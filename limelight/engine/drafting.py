@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from limelight.engine.speculation import Decision, Load
-from limelight.types import Grant, Sampled, SpeculationStats, StepPlan, StepTimes, Trim
+from limelight.stats import SpeculationStats
+from limelight.types import Grant, Sampled, StepPlan, StepTimes, Trim
 
 
 class Policy(Protocol):

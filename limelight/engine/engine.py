@@ -10,9 +10,9 @@ from typing import Protocol
 
 from limelight.engine.drafting import Drafting
 from limelight.engine.scheduler import Scheduler
+from limelight.stats import EngineStats
 from limelight.types import (
     DeviceLost,
-    EngineStats,
     FinishReason,
     Grant,
     Output,

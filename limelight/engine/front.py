@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from limelight.engine.reading import ParsedReader, PlainReader, Reading, Veil
+from limelight.stats import ModelInfo
 from limelight.text.parsers import AnswerParser, CallPiece
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import (
     INT64,
     Constraint,
     FinishReason,
-    ModelInfo,
     Output,
     Reasoning,
     Request,

@@ -325,8 +325,7 @@ class LLM:
             for job in jobs:
                 for i in job.open:
                     self.engine.abort(job.requests[i].id)
-            # A step that overlaps with the end of all is still to be settled.
-            while self.engine.has_work:
+            while self.engine.has_work:  # a step that overlaps with the end of all
                 self.engine.step()
 
     def _finished(self, job: Job) -> RequestOutput:

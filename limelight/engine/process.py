@@ -19,7 +19,8 @@ import msgspec
 import zmq
 
 from limelight.config import EngineConfig
-from limelight.types import EngineStats, ModelInfo, Output, Request
+from limelight.stats import EngineStats, ModelInfo
+from limelight.types import Output, Request
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0

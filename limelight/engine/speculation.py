@@ -16,7 +16,8 @@ import numpy as np
 
 from limelight.engine.acceptance import Acceptance
 from limelight.engine.cost import StepCost
-from limelight.types import SpeculationStats, StepTimes, Trim
+from limelight.stats import SpeculationStats
+from limelight.types import StepTimes, Trim
 
 PASSES = 128  # passes of a sequence that are remembered
 SAMPLES = 256  # sequences times passes that an estimate is made of, if there are as many

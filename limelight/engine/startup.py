@@ -44,8 +44,9 @@ from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
 from limelight.runner.runner import ModelRunner
+from limelight.stats import ModelInfo
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import Admission, Grant, ModelInfo, Request, SamplingParams, StepPlan
+from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan
 
 logger = logging.getLogger(__name__)
 # Products of a model this small (bytes) are too short to share among cores: waiting for each other
@@ -170,7 +171,10 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
         model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
     )
     tokens = min(config.max_num_batched_tokens, model.max_positions)
-    logits = 3 * 4 * model.vocab_size * max(config.max_num_seqs, 256)
+    rows = config.max_num_seqs
+    if found.drafter is not None:
+        rows = min(rows * (1 + found.drafter.num_drafts), config.max_num_batched_tokens)
+    logits = 3 * 4 * model.vocab_size * max(rows, 256)
     if found.device.type == "cuda":
         return found.dtype.itemsize * tokens * width + logits
     attention = work_space(

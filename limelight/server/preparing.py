@@ -9,8 +9,9 @@ from limelight.server.bodies import renamed
 from limelight.server.openai import Question
 from limelight.server.parsing import Handler
 from limelight.server.prompts import Prompt, Prompts
+from limelight.stats import ModelInfo
 from limelight.text.parsers import AnswerParser
-from limelight.types import ModelInfo, Request, RequestError
+from limelight.types import Request, RequestError
 
 
 @dataclass(frozen=True, slots=True)

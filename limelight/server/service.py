@@ -29,8 +29,8 @@ from limelight.server.preparing import prepare
 from limelight.server.prompts import Prompt, Prompts
 from limelight.server.responses import read_response
 from limelight.server.responses_answer import ResponseAnswer
+from limelight.stats import ModelInfo
 from limelight.text.answer_form import AnswerForm
-from limelight.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from limelight.bench.tasks import Tasks
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
 from limelight.parallel.mesh import Mesh
+from limelight.stats import EngineStats
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import EngineStats, Output, SamplingParams
+from limelight.types import Output, SamplingParams
 
 TOLD = [0.9, 0.6, 0.3]
 

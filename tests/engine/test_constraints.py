@@ -20,15 +20,9 @@ from limelight.engine.grammar import LONGEST_TAG, MOST_TRIED, Fault, Grammars, K
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.startup import start_engine
 from limelight.progress import Progress
+from limelight.stats import ModelInfo
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import (
-    Constraint,
-    ModelInfo,
-    Reasoning,
-    Request,
-    RequestError,
-    SamplingParams,
-)
+from limelight.types import Constraint, Reasoning, Request, RequestError, SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -10,7 +10,8 @@ from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight.engine.drafting import Drafting
 from limelight.engine.speculation import Decision
-from limelight.types import SpeculationStats, Trim
+from limelight.stats import SpeculationStats
+from limelight.types import Trim
 
 NEAR = 1e-4
 

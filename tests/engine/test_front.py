@@ -10,9 +10,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from limelight.engine.front import Choice, make_requests
+from limelight.stats import ModelInfo
 from limelight.text.parsers import CallPiece, Said
 from limelight.text.tokenizer import BYTE_OF, Tokenizer
-from limelight.types import ModelInfo, Output, Request, RequestError, SamplingParams, TokenLogprobs
+from limelight.types import Output, Request, RequestError, SamplingParams, TokenLogprobs
 
 EOS = 256
 

@@ -17,18 +17,11 @@ from limelight.engine.client import EngineDead, EngineStatus
 from limelight.server.app import create_app
 from limelight.server.lifecycle import Life
 from limelight.server.startup import address, listen
+from limelight.stats import EngineStats, ModelInfo
 from limelight.text.answer_form import Asked
 from limelight.text.demand import Demand
 from limelight.text.parsers import CallPiece, Said
-from limelight.types import (
-    Constraint,
-    EngineStats,
-    ModelInfo,
-    Output,
-    Reasoning,
-    Request,
-    TokenLogprobs,
-)
+from limelight.types import Constraint, Output, Reasoning, Request, TokenLogprobs
 
 MODEL = "tiny"
 END = 256

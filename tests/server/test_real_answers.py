@@ -10,10 +10,11 @@ from server_fakes import Api, FakeEngine, events
 from limelight.checkpoint import BUNDLED
 from limelight.config import ServerConfig
 from limelight.server.app import create_app
+from limelight.stats import ModelInfo
 from limelight.text.answer_form import find_form
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import ModelInfo, Output
+from limelight.types import Output
 
 STEPS = [1, 2, 3, 7, 10_000]
 FORMATS = {"flint": "glm47", "beam": "beam"}
