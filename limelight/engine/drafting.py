@@ -4,6 +4,7 @@ What a pass of the drafter says of its drafts is told only after the step that v
 its budget: a budget that knew it would choose among drafts by what they are (`ops/trim.py`).
 """
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -13,6 +14,10 @@ import numpy as np
 from limelight.engine.speculation import Decision, Load
 from limelight.stats import SpeculationStats
 from limelight.types import Grant, Sampled, StepPlan, StepTimes, Trim
+
+logger = logging.getLogger(__name__)
+# Of so many verified drafts a drafter that fits its target gets more than this share accepted.
+TELLING, LEAST_ACCEPTED = 500, 0.02
 
 
 class Policy(Protocol):
@@ -48,6 +53,8 @@ class Drafting:
         self.times: StepTimes | None = None  # of the last step that has ended
         self.odds: dict[int, list[float]] = {}  # of the drafts that wait in each slot
         self.untold: dict[int, list[float]] = {}
+        self.verified = self.accepted = 0
+        self.told = False  # whether it is known if the drafter fits
 
     def decide(self, plan: StepPlan) -> StepPlan:
         """The plan, and what becomes of its drafts."""
@@ -92,6 +99,21 @@ class Drafting:
         self.times = times
         if times is not None:
             self.policy.timed(times)
+        if not self.told:
+            self._watch(tried)
+
+    def _watch(self, tried: list[Sampled]) -> None:
+        """Say so if hardly a draft is accepted: the text is right, and all drafting in vain."""
+        self.verified += sum(one.num_verified for one in tried)
+        self.accepted += sum(one.num_accepted for one in tried)
+        if self.verified < TELLING:
+            return
+        self.told = True
+        if self.accepted < LEAST_ACCEPTED * self.verified:
+            logger.warning(
+                "of the first %d drafts only %d were accepted: is the drafter one of this model?",
+                self.verified, self.accepted,
+            )  # fmt: skip
 
     def stats(self) -> SpeculationStats:
         """What the policy knows, and whether any of it is true of the models."""

@@ -195,6 +195,22 @@ def test_a_broken_drafter_costs_no_text(flint, drafter, tmp_path, value, method)
         assert all(one.last.error is None for one in got)
 
 
+@pytest.mark.parametrize("right", [0.0, 0.5])
+def test_a_drafter_that_is_never_accepted_is_told_of_once(flint, drafter, caplog, right):
+    asked = [request(text, max_tokens=20, logprobs=None) for text in prompts(*range(5, 17))]
+    engine = start_drafted(flint, drafter)
+    with caplog.at_level("WARNING"):
+        compare(engine, start(flint), asked, right=right)
+    told = [record for record in caplog.records if "of the first" in record.message]
+    assert engine.stats().speculation.verified >= 500 and len(told) == (right == 0)
+
+
+def test_a_cache_type_of_its_own_is_refused_by_name(flint, drafter):
+    spec = {"model": str(drafter), "kv_cache_dtype": "fp8"}
+    with pytest.raises(ValueError, match="kv_cache_dtype is auto, not fp8"):
+        start(flint, speculative_config=spec)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
 def test_other_caches_hold_the_drafters_keys_too(flint, drafter, kind):
     asked = [request(text, max_tokens=16, logprobs=None) for text in prompts(4, 40, 90)]

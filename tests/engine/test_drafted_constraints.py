@@ -66,8 +66,15 @@ def test_no_draft_gets_past_a_grammar_and_the_texts_are_those_without_drafts(
     inject(drafted.engine, drafts)
     drafted.engine.overlap = overlap
     before = drafted.engine.stats()
+    given_up = drafted.ask("Never mind.", max_tokens=100)[0]
+    texts[given_up.id] = []
+    drafted.engine.add(given_up)
+    for _ in range(4):
+        drafted.engine.step()
+    aborted = drafted.engine.abort(given_up.id)
     answers = run(drafted.engine, asked)
     drafted.engine.overlap = False
+    assert aborted is not None
     after = drafted.engine.stats()
     assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
     for answer in answers[:2]:
