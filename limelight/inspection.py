@@ -41,7 +41,7 @@ def inspect(config: EngineConfig) -> dict[str, object]:
             "experts": model.num_experts,
             "experts per token": model.experts_per_token,
         },
-        "attention": _attention(plan),
+        "attention": _attention(plan, model.num_layers),
         "parameters": sum(kind.parameters for kind in plan.kinds),
         "weights": [
             asdict(kind) | {"path": _path(kind.format, found.device.type)} for kind in plan.kinds
@@ -70,19 +70,24 @@ def _path(format: str, device: str) -> str:
     return "W4A16 kernels" if device == "cuda" else "decoded for each product"
 
 
-def _attention(plan: MemoryPlan) -> list[dict[str, object]]:
-    """The kinds of layer by what they see, and the KV bytes that a token takes in all of a kind."""
-    layers: Counter[int | None] = Counter()
+def _attention(plan: MemoryPlan, num_layers: int) -> list[dict[str, object]]:
+    """The kinds of layer by what they see, and the KV bytes that a token takes in all of a kind.
+
+    Layers from `num_layers` on are those of a drafter.
+    """
+    layers: Counter[str] = Counter()
     for group in plan.groups:
-        layers[group.window] += len(group.layers)
+        kind = "full attention" if group.window is None else f"window of {group.window}"
+        drafter = "drafter, " if group.layers[0] >= num_layers else ""
+        layers[drafter + kind] += len(group.layers)
     one = plan.block.nbytes // (plan.block.rows * plan.block.size)
     return [
         {
-            "kind": "full attention" if window is None else f"window of {window}",
+            "kind": kind,
             "layers": count,
             "kv_bytes_per_token": count * one,
         }
-        for window, count in layers.items()
+        for kind, count in layers.items()
     ]
 
 
