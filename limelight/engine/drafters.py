@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from limelight.checkpoint import locate
+from limelight.config import EngineConfig
 from limelight.engine.cost import StepCost
 from limelight.engine.drafting import Drafting
 from limelight.engine.memory import MemoryPlan, WeightKind, format_of
@@ -17,6 +18,7 @@ from limelight.models.layers import Placement
 from limelight.models.loader import Model
 from limelight.ops.synthetic import SPREAD, SyntheticOdds
 from limelight.progress import Progress
+from limelight.runner.drafted import MOST_ROWS_OF_A_GRAPH
 from limelight.runner.runner import ModelRunner
 from limelight.speculative import SpeculativeConfig
 from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan, StepTimes
@@ -44,6 +46,13 @@ class FoundDrafter:
         """Positions behind a sequence's next one that a step may need: of drafts that are not
         settled yet, of drafts it verifies, and of the block that it drafts."""
         return 3 * self.num_drafts + 1
+
+    def logit_rows(self, config: EngineConfig) -> int:
+        """Rows of logits that a step and a pass hold at once: of all verified rows, twice where
+        rules change them and once more in a graph, and of all drafts."""
+        seqs = config.max_num_seqs
+        step = min(seqs * (1 + self.num_drafts), config.max_num_batched_tokens)
+        return 2 * step + min(step, MOST_ROWS_OF_A_GRAPH) + seqs * self.num_drafts
 
 
 def find_drafter(config: SpeculativeConfig, *, kv_cache_dtype: str) -> FoundDrafter:

@@ -241,12 +241,14 @@ class Engine:
             # After a preemption the prompt is computed again; each position is told once.
             known = self.prompt_logprobs[request.id]
             known += sampled.prompt_logprobs[len(known) - (grant.start + 1) :]
-        if sampled.error is not None or sampled.refused is not None:
-            return self._fail(sequence, error=sampled.error, refused=sampled.refused)
-        if not grant.samples:
+        failed = sampled.error is not None or sampled.refused is not None
+        if not grant.samples and not failed:
             return None
         first = not sequence.output_token_ids
         count, finish_reason, stop_reason = self._append(sequence, sampled.token_ids)
+        # What stands before the fault may end the answer.
+        if failed and (finish_reason is None or not sampled.token_ids):
+            return self._fail(sequence, error=sampled.error, refused=sampled.refused)
         if sampled.is_whole and finish_reason is None:
             finish_reason = "stop"
         self.scheduler.settle(sequence, grant, sampled.num_accepted)

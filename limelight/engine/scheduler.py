@@ -8,6 +8,9 @@ from typing import Literal, TypedDict
 from limelight.cache.groups import CacheGroups, Hit
 from limelight.types import Admission, Grant, Sequence, StepPlan
 
+# Of a step's tokens drafts have one of so many where a prompt is waiting for them.
+DRAFT_SHARE = 4
+
 
 class SchedulerStats(TypedDict):
     """What `EngineStats` tells of the scheduler; the last three count from the start."""
@@ -168,14 +171,16 @@ class Scheduler:
         """Grant to the running sequences; the tokens that are left of the step's budget."""
         # One token is set aside for each, so a long prompt stops no one's decoding.
         spare = self.max_num_batched_tokens - len(self._ordered)
+        room_for_drafts = self._room_for_drafts()
         index = 0
         while index < len(self._ordered):
             sequence = self._ordered[index]
             count = min(self._wanted(sequence), 1 + spare)
             if count > 0 and (count := self._make_room(sequence, count)) > 0:
                 spare -= count - 1
-                drafts = min(self._useful_drafts(sequence), spare)
+                drafts = min(self._useful_drafts(sequence), spare, room_for_drafts)
                 spare -= drafts
+                room_for_drafts -= drafts
                 tables = self.groups.grow(sequence, sequence.num_computed + count)
                 self._grant(plan, sequence, count, tables, drafts)
             index += 1
@@ -189,6 +194,11 @@ class Scheduler:
         # Its last token is still being sampled: on to the next one, if there will be one.
         made = sequence.num_computed + 1 - sequence.num_prompt
         return int(made < sequence.request.max_tokens)
+
+    def _room_for_drafts(self) -> int:
+        """Drafts in a step; beside a prompt so few that it gets on."""
+        prompts = self._waiting or any(s.num_tokens - s.num_computed > 1 for s in self._ordered)
+        return self.max_num_batched_tokens // (DRAFT_SHARE if prompts else 1)
 
     def _useful_drafts(self, sequence: Sequence) -> int:
         """As many as wait, while it is not certain that the sequence ends before them."""

@@ -99,7 +99,7 @@ class AllDrafts:
     def choose(self, load: Load) -> Decision:
         self.counts.offered += sum(load.drafts)
         self._last = sum(load.drafts), load.rows
-        return Decision(sum(load.drafts), True)
+        return Decision(sum(load.drafts), bool(load.slots))
 
     def trim(self, budget: int) -> Trim | None:
         return None

@@ -171,10 +171,10 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
         model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
     )
     tokens = min(config.max_num_batched_tokens, model.max_positions)
-    rows = config.max_num_seqs
+    row = 4 * model.vocab_size
+    logits = 3 * row * max(config.max_num_seqs, 256)
     if found.drafter is not None:
-        rows = min(rows * (1 + found.drafter.num_drafts), config.max_num_batched_tokens)
-    logits = 3 * 4 * model.vocab_size * max(rows, 256)
+        logits = max(logits, row * found.drafter.logit_rows(config))
     if found.device.type == "cuda":
         return found.dtype.itemsize * tokens * width + logits
     attention = work_space(
@@ -276,7 +276,7 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         dummy = drafter.config.load_format == "dummy"
         dummy_seed = config.seed if dummy else None
         install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
-    warm_up(runner, plan, progress)
+    warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
         runner.capture(progress)
     if drafter is not None:
@@ -326,7 +326,9 @@ def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocab
     return Vocabulary(tokens, found.shape.vocab_size, ends)
 
 
-def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
+def warm_up(
+    runner: ModelRunner, plan: MemoryPlan, progress: Progress, drafter: FoundDrafter | None = None
+) -> None:
     """Run the shapes of serving once, in a block of the empty cache: no request pays for them.
 
     On a GPU the largest step shows that the plan's work space is enough, and the others that every
@@ -339,13 +341,41 @@ def warm_up(runner: ModelRunner, plan: MemoryPlan, progress: Progress) -> None:
     )
     admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
     steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
-    kinds = (True, False) if plan.ahead else (False,)  # with drafts and without
+    kinds = (False,) if drafter is None else (True, False)  # with drafts and without
     with progress.phase("warming up", len(steps)) as advance:
         for grants in steps:
             for drafts in kinds:
                 runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
+    if drafter is not None:
+        _warm_drafts(runner, drafter, plan, longest)
     runner.forget()
+
+
+def _warm_drafts(
+    runner: ModelRunner, drafter: FoundDrafter, plan: MemoryPlan, longest: int
+) -> None:
+    """Steps with as many drafts as there can be, greedy and drawn, alone and beside a prompt."""
+    drafts, length = drafter.num_drafts, longest + 1
+    if length + plan.ahead > plan.max_model_len:
+        return
+    blocks = -(-plan.max_model_len // plan.block.size)
+    tables = [(0, [1] * blocks)] * len(plan.groups)
+    most = max(1, min(plan.max_num_seqs, plan.chunk // (1 + drafts)))
+    for temperature in (0.0, 1.0):
+        request = Request(
+            id="warm-up", prompt_token_ids=[0] * length, max_tokens=1, seed=0,
+            params=SamplingParams(temperature=temperature),
+        )  # fmt: skip
+        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+        for count in sorted({1, most}):
+            grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]
+            runner.pretend(length)
+            runner.execute(StepPlan(admissions, grants, drafts=True))
+        if plan.max_num_seqs > 1 and (prompt := min(plan.chunk - 1 - drafts, longest)) > 0:
+            beside = [grants[0], Grant(1, 0, prompt, tables, True)]
+            runner.pretend(length)
+            runner.execute(StepPlan(admissions, beside, drafts=True))
 
 
 def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:

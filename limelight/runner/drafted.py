@@ -184,8 +184,7 @@ class DraftedSteps:
         return hidden_TD
 
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
-        offered = sum(grant.num_drafts for grant in grants)
-        kept = offered if plan.trim is None else min(plan.trim.budget, offered)
+        offered, kept = _kept(None, grants), _kept(plan.trim, grants)
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
         return Extent(
             rows=sum(grant.num_tokens for grant in grants) - offered + kept,
@@ -222,8 +221,9 @@ class DraftedSteps:
             codes += ids
         # Sequences whose tokens are not known come first.
         to["tokens_T"][:] = -1
-        if codes:
-            to["tokens_T"][extent.rows - len(codes) :] = codes
+        # Of a graph the last rows are padding.
+        end = sum(bases) + _kept(trim, grants)
+        to["tokens_T"][end - len(codes) : end] = codes
         rules = [self.sampler.rules[grant.slot] for grant in grants]
         for name, values, rest in (
             ("rows_B", [grant.slot for grant in grants], nobody),
@@ -371,3 +371,9 @@ class DraftedSteps:
             tokens_T, positions_T, slots_GT, firsts_B, seq_lens_B, starts_B, kept_B,
             picked_R, picked_starts_B,
         )  # fmt: skip
+
+
+def _kept(trim: Trim | None, grants: list[Grant]) -> int:
+    """How many drafts a step verifies."""
+    offered = sum(grant.num_drafts for grant in grants)
+    return offered if trim is None else min(trim.budget, offered)

@@ -152,13 +152,10 @@ class DraftedLaunch:
         columns = (judged.tokens_BQ, judged.accepted_B, judged.kept_B, judged.best_B)
         rows = zip(self.order, *(column.tolist() for column in columns), strict=False)
         return {
-            grant.slot: Run(
-                tokens[: accepted + 1], verified=kept, accepted=accepted,
-                error=None if best == best else NOT_NUMBERS,
-            )
+            grant.slot: _run(tokens, accepted, kept, best)
             for grant, tokens, accepted, kept, best in rows
             if grant.samples
-        }  # fmt: skip
+        }
 
     def _sampled(self, grant: Grant, run: Run | None, odds: dict[int, list[float]]) -> Sampled:
         prompt_logprobs = self.prompt_logprobs.get(grant.slot)
@@ -166,7 +163,7 @@ class DraftedLaunch:
             return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
         return Sampled(
             slot=grant.slot,
-            token_ids=run.token_ids if run.error is None else [],
+            token_ids=run.token_ids,
             logprobs=run.logprobs or None,
             prompt_logprobs=prompt_logprobs,
             error=run.error,
@@ -176,6 +173,13 @@ class DraftedLaunch:
             num_accepted=run.accepted,
             odds=odds.get(grant.slot),
         )
+
+
+def _run(tokens: list[int], accepted: int, kept: int, best: float) -> Run:
+    """Of a sequence that the device judged; without the last token if its logits are no numbers."""
+    if best != best:
+        return Run(tokens[:accepted], verified=kept, accepted=accepted, error=NOT_NUMBERS)
+    return Run(tokens[: accepted + 1], verified=kept, accepted=accepted)
 
 
 class Stopwatch:

@@ -300,7 +300,8 @@ class ModelRunner:
     ) -> dict[int, list[TokenLogprobs]]:
         """By slot, of the prompt tokens at start + 1 .. start + num_tokens, where asked for."""
         reports: dict[int, list[TokenLogprobs]] = {}
-        end = 0
+        # Of drafts fewer may have been verified; their sequences come first.
+        end = len(hidden_TD) - sum(grant.num_tokens for grant in grants)
         for grant in grants:
             begin, end = end, end + grant.num_tokens
             request = self.slots[grant.slot].request

@@ -86,10 +86,14 @@ class Rules:
         return self.plain and self.guide is None
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the last token was one that its guide cannot follow."""
+        return self.guide is not None and self.guide.refused is not None
+
+    @property
     def has_left(self) -> bool:
-        """Whether the last token was one that its guide cannot follow, or came behind the end."""
-        guide = self.guide
-        return guide is not None and (guide.refused is not None or guide.is_behind)
+        """The same, or the last token came behind the end."""
+        return self.is_refused or self.guide is not None and self.guide.is_behind
 
     def fork(self) -> "Rules":
         """Rules that go on by themselves from here, for drafts that may have to be taken back."""

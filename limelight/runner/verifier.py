@@ -65,53 +65,61 @@ class Verifier:
         `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
         acceptance is synthetic.
         """
-        tries, counts = [], []
+        tries, counts, judged = [], [], []
         for offer in offers:
-            rules, count = self._tries(offer)
+            rules, count, shown = self._tries(offer)
             tries += rules
             counts.append(count)
+            # A drawn draft is refused by its chance, not by what it is: the first that may not
+            # follow is judged too.
+            drawn = proposals is not None and odds_BN is None
+            judged.append(offer.drafts[: shown if drawn else count])
         processed_RV = self.sampler.processed(logits_RV, tries)
-        verified = self._verify(processed_RV, offers, counts, proposals, odds_BN)
+        verified = self._verify(processed_RV, offers, judged, proposals, odds_BN)
         rows = zip(
             offers, counts, verified.tokens_BQ.tolist(), verified.accepted_B.tolist(),
             verified.best_B.tolist(), strict=True,
         )  # fmt: skip
         runs = {
-            offer.slot: self._settle(offer, Run(tokens[: accepted + 1], count, accepted), best)
+            offer.slot: self._settle(
+                offer,
+                Run(tokens[: accepted + 1], count, accepted),
+                best,
+                tries[offer.first + accepted],
+            )
             for offer, count, tokens, accepted, best in rows
         }
         self._report(logits_RV, offers, runs)
         return runs
 
-    def _tries(self, offer: Offer) -> tuple[list[Rules], int]:
-        """The rule of each row, and how many of the drafts may follow at all."""
+    def _tries(self, offer: Offer) -> tuple[list[Rules], int, int]:
+        """The rule of each row, how many of the drafts may follow at all, and the same with the
+        first that a mask forbids."""
         rule = self.sampler.rules[offer.slot]
         tries, count = [rule], len(offer.drafts)
+        shown = count
         for i, draft in enumerate(offer.drafts):
             if i < count and not rule.stateless:
                 after = rule.fork()
                 after.record(draft)
                 if after.has_left:
-                    count = i
+                    count, shown = i, i + after.is_refused
                 else:
                     rule = after
             tries.append(rule)
-        return tries, count
+        return tries, count, shown
 
     def _verify(
         self,
         logits_RV: torch.Tensor,
         offers: list[Offer],
-        counts: list[int],
+        judged: list[list[int]],
         proposals: Proposals | None,
         odds_BN: torch.Tensor | None,
     ) -> Verified:
         rules = [self.sampler.rules[offer.slot] for offer in offers]
         most = max(len(offer.drafts) for offer in offers)
-        drafts = [
-            offer.drafts[:count] + [NOTHING] * (most - count)
-            for offer, count in zip(offers, counts, strict=True)
-        ]
+        drafts = [ids + [NOTHING] * (most - len(ids)) for ids in judged]
         starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
         drafts_BN = self._integers(drafts).view(len(offers), most)
         if odds_BN is not None:
@@ -137,15 +145,26 @@ class Verifier:
     def _integers(self, values: list[int] | list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.sampler.device)
 
-    def _settle(self, offer: Offer, run: Run, best: float) -> Run:
-        """Let the rule go on by what stood, and see what comes of the token behind it."""
+    def _settle(self, offer: Offer, run: Run, best: float, tried: Rules) -> Run:
+        """Let the rule go on by what stood, and see what comes of the token behind it.
+
+        Where none comes, the last draft that stood is the step's last token: the next step finds
+        the same behind it, unless it has ended the answer.
+        """
         rule, (*stood, last) = self.sampler.rules[offer.slot], run.token_ids
         for token_id in stood:
             rule.record(token_id)
+        if rule.guide is not None and tried.guide is not None and rule.guide.refused is None:
+            rule.guide.refused = tried.guide.refused
         choice = self.sampler.settle(rule, best, last)
-        run.error, run.refused, run.is_whole = choice.error, choice.refused, choice.is_whole
-        run.token_ids = [*stood, last] if choice.has_token else stood
-        return run
+        if choice.has_token:
+            return run
+        if stood:
+            return Run(stood, run.verified, len(stood) - 1)
+        return Run(
+            [], run.verified, 0,
+            error=choice.error, refused=choice.refused, is_whole=choice.is_whole,
+        )  # fmt: skip
 
     def _report(self, logits_RV: torch.Tensor, offers: list[Offer], runs: dict[int, Run]) -> None:
         """Log-probabilities of the tokens of those who asked for them."""

@@ -10,7 +10,11 @@ from tiny import start
 
 from limelight.checkpoint import locate
 from limelight.engine.engine import Engine
+from limelight.engine.speculation import Decision, Load
 from limelight.models.loader import read_config
+from limelight.runner.graphs import graph_sizes
+from limelight.stats import SpeculationStats
+from limelight.types import Trim
 
 Drafts = Callable[[str, int], list[int]]  # of a request, behind so many tokens of its answer
 
@@ -74,8 +78,73 @@ def write_drafter_for(target: str, folder: Path) -> Path:
     return folder
 
 
+class FakeGraphs:
+    """Steps padded as graphs are, and run where there is no GPU."""
+
+    def __init__(self, sizes: list[int], replay: Callable[[int], object]):
+        self.sizes, self.run, self.replays = sizes, replay, 0
+
+    def size_for(self, count: int) -> int | None:
+        return next((size for size in self.sizes if size >= count), None)
+
+    def replay(self, size: int) -> object:
+        self.replays += 1
+        return self.run(size)
+
+
+def fake_graphs(engine: Engine) -> list[FakeGraphs]:
+    """Let an engine run its steps, its drafter's passes and its plain steps as graphs."""
+    runner = engine.runner
+    drafted = runner.drafted
+    count = drafted.drafter.num_drafts
+    most = min(drafted.max_num_seqs * (1 + count), drafted.max_num_batched_tokens)
+
+    def step(size):
+        extent = drafted._extent_of_graph(size)
+        return drafted._step(drafted.inputs.send((extent.rows, extent.seqs, count)))
+
+    seqs = graph_sizes(drafted.max_num_seqs)
+    drafted.graphs = FakeGraphs(graph_sizes(most), step)
+    drafted.pass_graphs = FakeGraphs(seqs, lambda n: drafted._pass(drafted.passes.send((n,))))
+    runner.graphs = FakeGraphs(seqs, lambda n: runner.decode(runner.inputs.send((n,) * 3)))
+    return [drafted.graphs, drafted.pass_graphs, runner.graphs]
+
+
+class Whim:
+    """A policy that rests, drafts and trims as it likes."""
+
+    def __init__(self, seed: int, num_drafts: int = 7):
+        self.rng, self.num_drafts, self.rests = random.Random(seed), num_drafts, 0
+
+    def choose(self, load: Load) -> Decision:
+        drafts = self.rng.random() < 0.6
+        self.rests += not drafts
+        return Decision(self.rng.randint(0, sum(load.drafts)), drafts)
+
+    def trim(self, budget: int) -> Trim:
+        return Trim(budget, 0.5, [-0.2] * self.num_drafts)
+
+    def drafted(self, slots, odds_BN) -> None:
+        assert odds_BN.shape == (len(slots), self.num_drafts)
+
+    def settled(self, slots, odds_BN, verified, accepted) -> None:
+        assert len(slots) == len(set(slots)) == len(odds_BN) == len(verified) == len(accepted)
+        assert all(0 <= n <= m <= self.num_drafts for n, m in zip(accepted, verified, strict=True))
+
+    def timed(self, times) -> None:
+        assert times.rows > 0 and times.verify_ms > 0
+
+    def forget(self, slot) -> None:
+        pass
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats()
+
+
 __all__ = [
+    "Whim",
     "config_json",
+    "fake_graphs",
     "inject",
     "knowing",
     "start_drafted",

@@ -1,17 +1,15 @@
 """With drafts a request gets what it gets without, whatever is drafted (FP32 on a CPU)."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from drafted import inject, knowing, start_drafted, write_drafter
+from drafted import Whim, inject, knowing, start_drafted, write_drafter
 from safetensors.torch import load_file, save_file
 from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight.engine.drafting import Drafting
-from limelight.engine.speculation import Decision
-from limelight.stats import SpeculationStats
-from limelight.types import Trim
 
 NEAR = 1e-4
 
@@ -235,36 +233,6 @@ def test_adaptive_drafting_gives_the_same_texts_and_learns(folder, drafter, over
     assert spec.intercepts != [-0.2] * 7
 
 
-class Whim:
-    """A policy that rests, drafts and trims as it likes."""
-
-    def __init__(self, seed: int):
-        self.rng, self.rests = random.Random(seed), 0
-
-    def choose(self, load):
-        drafts = self.rng.random() < 0.6
-        self.rests += not drafts
-        return Decision(self.rng.randint(0, sum(load.drafts)), drafts)
-
-    def trim(self, budget):
-        return Trim(budget, 0.5, [-0.2] * 7)
-
-    def drafted(self, slots, odds_BN):
-        assert odds_BN.shape == (len(slots), 7)
-
-    def settled(self, slots, odds_BN, verified, accepted):
-        assert len(slots) == len(set(slots)) == len(odds_BN) == len(verified) == len(accepted)
-
-    def timed(self, times):
-        assert times.rows > 0 and times.verify_ms > 0
-
-    def forget(self, slot):
-        pass
-
-    def stats(self):
-        return SpeculationStats()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_decided_about_drafts_the_texts_are_the_same(folder, drafter, overlap, seed):
     """Steps with drafts and without in any order, trimmed anyhow, prompts in pieces between."""
@@ -323,6 +291,33 @@ def test_the_first_end_in_the_order_of_positions_ends_the_answer(flint, drafter,
         plain, [request(text, max_tokens=30, stop_token_ids=[stop], min_tokens=at + 3)]
     )
     assert answer.token_ids == expected.token_ids and len(answer.token_ids) > at + 2
+
+
+def test_a_stop_among_the_drafts_goes_before_the_fault_behind_it(flint, drafter):
+    """Behind the stop nothing is allowed, which no one asks any more."""
+    (text,) = prompts(20)
+    (free,) = run(start(flint), [request(text, max_tokens=1, logprobs=None)])
+    first = free.token_ids[0]
+    stop = (first + 1) % 97
+    asked = [
+        replace(
+            request(
+                text, max_tokens=10, logprobs=None, allowed_token_ids=[first, stop],
+                stop_token_ids=ends,
+            ),
+            bad_words=[[stop, stop], [stop, first], [first, first]],
+        )
+        for ends in ([stop], [])
+    ]  # fmt: skip
+    expected = run(start(flint), asked)
+    engine = start_drafted(flint, drafter)
+    inject(engine, lambda request_id, made: ([first] + [stop] * 9)[made : made + 7])
+    for got, want in zip(run(engine, asked), expected, strict=True):
+        assert got.token_ids == want.token_ids == [first, stop]
+        assert (got.last.finish_reason, got.last.refused) == (
+            want.last.finish_reason, want.last.refused,
+        )  # fmt: skip
+    assert [want.last.finish_reason for want in expected] == ["stop", "error"]
 
 
 def test_a_draft_that_loses_because_of_the_draft_before_it_is_refused(flint, drafter):
