@@ -173,13 +173,14 @@ class Speculation:
 
     def _again(self, load: Load) -> Decision | None:
         """The last decision, if it was about the same sequences, and nothing is being tried."""
-        if self._decided is None or self.resting or self.trial or not self.warm:
+        if self._decided is None or self.trial or not self.warm:
             return None
         before, decision, served = self._decided
         same = (load.slots, load.drafts, load.rows) == (before.slots, before.drafts, before.rows)
         if not same or served >= STEPS_OF_A_DECISION:
             return None
         self._decided = before, decision, served + 1
+        self.rested += self.resting
         return decision
 
     def _decide(self, load: Load) -> Decision:
