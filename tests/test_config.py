@@ -14,7 +14,7 @@ WRONG = [
     (EngineConfig, "block_size", 1.5),
     (EngineConfig, "gpu_memory_utilization", 0.0),
     (EngineConfig, "gpu_memory_utilization", 1.01),
-    (EngineConfig, "tensor_parallel_size", 2),
+    (EngineConfig, "tensor_parallel_size", 0),
     (ServerConfig, "port", 65536),
     (ServerConfig, "port", -1),
     (ServerConfig, "max_num_queued_reqs", -1),
