@@ -60,9 +60,11 @@ class Worker:
 
     def listen(self, news: threading.Condition) -> str:
         """Take what it tells until it is lost, with news of it; how it was."""
+        poll = select.poll()
+        poll.register(self.words, select.POLLIN)
         while True:
             silence = SECONDS_OF_SILENCE if self.is_ready else SECONDS_OF_SILENCE_AT_START
-            if not select.select([self.words], [], [], silence)[0]:
+            if not poll.poll(1000 * silence):
                 return f"has given no sign of life for {silence:g} s"
             word = receive(self.words, Word)
             if word is None:
@@ -98,12 +100,7 @@ class Ranks:
         self._news = threading.Condition()
         take_device(device, 0, self.size)
         self._store = open_store()
-        self.workers = [Worker(rank) for rank in range(1, self.size)]
-        for worker in self.workers:
-            self._send(worker, msgspec.msgpack.encode(Start(config, worker.rank, self._store.port)))
-            threading.Thread(
-                target=self._watch, args=(worker,), name=f"rank {worker.rank}", daemon=True
-            ).start()
+        self.workers: list[Worker] = []
 
     @classmethod
     @contextmanager
@@ -113,6 +110,8 @@ class Ranks:
         """They are ended if the block fails, which tells of a lost rank as what it was."""
         ranks = cls(config, device, on_loss)
         try:
+            for rank in range(1, ranks.size):
+                ranks._start(config, rank)
             yield ranks
         except BaseException as error:
             lost = ranks.news() if isinstance(error, RuntimeError) else None
@@ -165,6 +164,15 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 worker.end()
         leave()
+
+    def _start(self, config: EngineConfig, rank: int) -> None:
+        worker = Worker(rank)
+        self.workers.append(worker)
+        watch = threading.Thread(
+            target=self._watch, args=(worker,), name=f"rank {rank}", daemon=True
+        )
+        watch.start()
+        self._send(worker, msgspec.msgpack.encode(Start(config, rank, self._store.port)))
 
     def _send(self, worker: Worker, data: bytes) -> None:
         try:

@@ -317,7 +317,9 @@ def start_runner(
     warm_up(runner, plan, progress)
     if device.type == "cuda" and not config.enforce_eager:
         runner.capture(progress)
-    return runner, drafter and start_drafting(runner, drafter, plan, progress)
+    if drafter is None:
+        return runner, None
+    return runner, start_drafting(runner, drafter, plan, progress)
 
 
 def _start(

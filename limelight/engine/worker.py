@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from io import FileIO
 
 import msgspec
@@ -30,10 +31,11 @@ def read_all(pipe: FileIO, messages: "queue.SimpleQueue[bytes]") -> None:
 
 
 def beat(words: Sender) -> None:
-    """Give a sign of life every second."""
-    while True:
-        time.sleep(SECONDS_BETWEEN_BEATS)
-        words.send(Word())
+    """Give a sign of life every second, as long as someone listens."""
+    with suppress(OSError):
+        while True:
+            time.sleep(SECONDS_BETWEEN_BEATS)
+            words.send(Word())
 
 
 def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
 
@@ -17,19 +18,19 @@ def take_device(device: torch.device, rank: int, size: int) -> None:
     torch.cuda.set_device(rank)
 
 
-def open_store() -> dist.TCPStore:
+def open_store() -> TCPStore:
     """Rank 0's store, on a free port."""
     if dist.is_initialized():
         raise ValueError("this process belongs to a group of torch.distributed already")
-    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def store_at(port: int) -> dist.TCPStore:
+def store_at(port: int) -> TCPStore:
     """Rank 0's store, from another rank."""
-    return dist.TCPStore(HOST, port, is_master=False)
+    return TCPStore(HOST, port, is_master=False)
 
 
-def join(store: dist.TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
+def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
     """Wait for all ranks; from then on tensors on `device` can be exchanged."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
