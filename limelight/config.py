@@ -139,7 +139,12 @@ class EngineConfig:
     def __post_init__(self):
         _check_choices(self)
         if self.speculative_config is not None:
-            SpeculativeConfig.of(self.speculative_config)
+            ranks = SpeculativeConfig.of(self.speculative_config).draft_tensor_parallel_size
+            if ranks not in (None, self.tensor_parallel_size):
+                raise ValueError(
+                    f"--speculative-config: draft_tensor_parallel_size {ranks} is not the "
+                    f"model's {self.tensor_parallel_size}, as which the drafter is divided"
+                )
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1,
@@ -149,8 +154,6 @@ class EngineConfig:
                 f"gpu_memory_utilization must be above 0 and at most 1; "
                 f"got {self.gpu_memory_utilization}"
             )
-        if self.tensor_parallel_size != 1:
-            raise ValueError("tensor_parallel_size above 1 is not supported yet; leave it at 1")
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

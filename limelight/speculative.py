@@ -82,9 +82,9 @@ class SpeculativeConfig:
             )
         if count != 0 and not self.model:
             raise ValueError("--speculative-config needs model, the drafter's folder or hub id")
-        if ranks not in (None, 1):
+        if ranks is not None and ranks < 1:
             raise ValueError(
-                "--speculative-config: draft_tensor_parallel_size above 1 is not supported"
+                f"--speculative-config: draft_tensor_parallel_size must be at least 1; got {ranks}"
             )
         self._check_rates()
 

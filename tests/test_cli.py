@@ -168,7 +168,6 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
         ["--kv-cache-dtype", "fp8_e5m2"],
         ["--quantization=fp8"],
         ["--enable-lora"],
-        ["-tp", "4"],
     ],
     ids=lambda argv: argv[0],
 )
@@ -176,7 +175,7 @@ def test_a_feature_still_to_come_is_refused_by_name(capsys, argv):
     line = complaint(capsys, "serve", "flint-nano", *argv)
     assert "not supported yet" in line
     name = argv[0].split(".")[0].split("=")[0].replace("_", "-")
-    long = {"-dp": "data-parallel-size", "-tp": "tensor_parallel_size"}
+    long = {"-dp": "data-parallel-size"}
     assert long.get(name, name) in line
 
 

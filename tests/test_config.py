@@ -14,7 +14,7 @@ WRONG = [
     (EngineConfig, "block_size", 1.5),
     (EngineConfig, "gpu_memory_utilization", 0.0),
     (EngineConfig, "gpu_memory_utilization", 1.01),
-    (EngineConfig, "tensor_parallel_size", 2),
+    (EngineConfig, "tensor_parallel_size", 0),
     (ServerConfig, "port", 65536),
     (ServerConfig, "port", -1),
     (ServerConfig, "max_num_queued_reqs", -1),
@@ -97,3 +97,11 @@ def test_switches_can_come_from_the_environment(monkeypatch, key, text, value):
     with pytest.raises(ValueError, match=key):
         config_from(argparse.Namespace(), ServerConfig)
     assert getattr(config_from(argparse.Namespace(**{name: True}), ServerConfig), name) is True
+
+
+def test_a_drafter_cannot_be_divided_otherwise_than_its_model():
+    drafter = {"model": "flint-nano-dflash2", "draft_tensor_parallel_size": 2}
+    EngineConfig(tensor_parallel_size=2, speculative_config=drafter)
+    for size in (1, 4):
+        with pytest.raises(ValueError, match="draft_tensor_parallel_size 2"):
+            EngineConfig(tensor_parallel_size=size, speculative_config=drafter)

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     config = config_from(
         args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.concurrency)
     )
+    workload.check_alone(config)
     from limelight.bench.contestants import Contestant, free, turns
     from limelight.bench.questions import Asking, Questions
     from limelight.parallel.mesh import Mesh

@@ -47,12 +47,22 @@ def open_engine(args: argparse.Namespace) -> "tuple[Started, EngineConfig]":
     )  # fmt: skip
     if config.speculative is not None:
         raise ValueError("steps are timed without drafts here; limelight bench spec has them")
+    check_alone(config)
     from limelight.engine.startup import start_engine
     from limelight.parallel.mesh import Mesh
     from limelight.progress import Progress
 
     mesh = Mesh.slice_of(args.tensor_parallel_slice)
     return start_engine(config, Progress(quiet=False), mesh), config
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Refuse more ranks than this process."""
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            "bench runs one process: --tensor-parallel-slice N times one rank's share, and "
+            "limelight bench serve a server with -tp N"
+        )
 
 
 def labels(

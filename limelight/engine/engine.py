@@ -68,6 +68,12 @@ class Grammars(Protocol):
     def close(self) -> None: ...
 
 
+class Closing(Protocol):
+    """What has an end: the other ranks."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step under way, and the sequences that it computes, by slot."""
@@ -93,9 +99,10 @@ class Engine:
         overlap: bool = False,
         grammars: Grammars | None = None,
         drafting: Drafting | None = None,
+        ranks: Closing | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
-        self.grammars, self.drafting = grammars, drafting
+        self.grammars, self.drafting, self.ranks = grammars, drafting, ranks
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -140,6 +147,8 @@ class Engine:
         """End what works beside the steps."""
         if self.grammars is not None:
             self.grammars.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on.

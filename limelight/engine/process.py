@@ -24,6 +24,7 @@ from limelight.types import Output, Request
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_TO_TELL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,12 @@ class Reporter:
         if (phase, percent) != (self.phase, self.percent):
             self.send(Report(phase=phase, percent=percent))
 
+    def end(self, fault: str) -> None:
+        """Leave with these last words, whatever the engine is waiting for."""
+        self.send(Report(phase="dead", fault=fault))
+        time.sleep(SECONDS_TO_TELL)
+        os._exit(1)
+
     def _beat(self) -> None:
         while True:
             time.sleep(SECONDS_BETWEEN_BEATS)
@@ -95,7 +102,7 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
     from limelight.engine.startup import start_engine
     from limelight.progress import Progress
 
-    started = start_engine(config, Progress(reporter.progress))
+    started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end)
     engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
     if engine.grammars is not None:
         engine.grammars.start()

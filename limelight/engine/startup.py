@@ -1,10 +1,12 @@
 """From a config to a running engine: find, plan, load, warm up."""
 
+import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,11 +22,14 @@ from limelight.engine.drafters import (
     install_drafter,
     start_drafting,
 )
+from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
+from limelight.engine.ranks import LeadingRunner, Ranks
 from limelight.engine.scheduler import Scheduler
+from limelight.engine.warm_up import warm_up
 from limelight.models.beam import BeamConfig
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
@@ -38,15 +43,18 @@ from limelight.models.loader import (
     read_config,
 )
 from limelight.ops.fp4 import FP4
-from limelight.ops.paging import FEW_QUERIES, FP8, work_space
+from limelight.ops.paging import FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
 from limelight.runner.runner import ModelRunner
+from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan
+
+if TYPE_CHECKING:
+    import xgrammar
 
 logger = logging.getLogger(__name__)
 # Products of a model this small (bytes) are too short to share among cores: waiting for each other
@@ -57,12 +65,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KV_DTYPES = DTYPES | {"fp8": FP8, "fp8_e4m3": FP8}
 # Numbers in a head for which kernels read FP8.
 LEAST_FP8_HEAD = 32
-# Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
-WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
-# Sequences that decode beside a prompt of WARM_PROMPT tokens: every regime of attention, whatever
-# the number of KV heads.
-WARM_DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WARM_PROMPT = 2 * FEW_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,14 @@ class Resolved:
     dtype: torch.dtype
     max_model_len: int
     drafter: FoundDrafter | None = None
+
+    @property
+    def identity(self) -> bytes:
+        """A hash of all that must be the same on every rank; folders may be elsewhere."""
+        tensors = [(one.file.name, one.name, one.dtype, one.shape) for one in self.stored or []]
+        drafter = self.drafter and self.drafter.shape
+        parts = (self.architecture, self.shape, self.dtype, self.max_model_len, tensors, drafter)
+        return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def resolve(config: EngineConfig) -> Resolved:
@@ -125,8 +135,9 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> MemoryPlan:
-    """What `config` would take on this rank's device; nothing is loaded."""
+def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None) -> MemoryPlan:
+    """What `config` would take on this rank's device, or on that of rank 0; nothing is loaded."""
+    mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
     place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
     outline = build(found.architecture, model, place)
@@ -146,7 +157,9 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh = ALONE) -> Me
         dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
     )
     length = found.max_model_len
-    free, total = device_memory(device)
+    # Ranks on CPUs share what is free.
+    ranks = config.tensor_parallel_size if device.type == "cpu" else 1
+    free, total = (nbytes // ranks for nbytes in device_memory(device))
     plan = MemoryPlan(
         available=free,
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
@@ -240,16 +253,44 @@ class Started:
     on_gpu: bool
 
 
-def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -> Started:
-    """Load this rank's part of the model and warm it up; `ValueError` for what a user can mend."""
+def start_engine(
+    config: EngineConfig,
+    progress: Progress,
+    mesh: Mesh = ALONE,
+    *,
+    on_loss: Callable[[str], None] | None = None,
+) -> Started:
+    """Load the model and warm it up, with the other ranks where the config asks for some.
+
+    `ValueError` for what a user can mend. `mesh` is for one rank's part of a model alone. `on_loss`
+    is called in another thread when another rank is lost, at the start or later.
+    """
     found = resolve(config)
-    plan = plan_memory(config, found, mesh)
-    logger.info("%s", plan)
-    plan.check()
-    device, shape = found.device, found.shape
+    if config.tensor_parallel_size == 1:
+        return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
+    with Ranks.started(config, found.device, on_loss) as ranks:
+        plan = ranks.agree(plan_memory(config, found), found.identity)
+        return _start(config, found, plan, ranks.join(), progress, ranks)
+
+
+def start_runner(
+    config: EngineConfig,
+    found: Resolved,
+    plan: MemoryPlan,
+    mesh: Mesh,
+    progress: Progress,
+    grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+) -> tuple[ModelRunner, Drafting | None]:
+    """This rank's part of the model, loaded and warm, and what decides about drafts.
+
+    All ranks run the same steps here, in the same order.
+    """
+    device = found.device
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
-    scales_L2 = cache_scales(found.stored or [], shape.num_layers)
+    elif device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+    scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
     place = Placement(mesh, found.dtype, device)
     model = load_model(
         found.weights,
@@ -259,19 +300,16 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
-    storage = KVStorage(plan.groups, plan.block, plan.num_blocks, device, scales_L2=scales_L2)
-    ends = stop_tokens(found)
-    grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner = ModelRunner(
         model,
-        storage,
+        KVStorage(plan.groups, plan.block, plan.num_blocks, device, scales_L2=scales_L2),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        eos_token_ids=ends,
-        grammars=grammars.of_request,
+        eos_token_ids=stop_tokens(found),
+        grammars=grammars,
     )
-    drafter, drafting = found.drafter, None
+    drafter = found.drafter
     if drafter is not None:
         dummy = drafter.config.load_format == "dummy"
         dummy_seed = config.seed if dummy else None
@@ -279,29 +317,35 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
         runner.capture(progress)
-    if drafter is not None:
-        drafting = start_drafting(runner, drafter, plan, progress)
-    identity = (found.architecture, found.weights.resolve(), found.dtype, plan.block.dtype)
-    groups = CacheGroups(
-        plan.groups,
-        BlockPool(plan.num_blocks, block_size=config.block_size),
-        prefix_caching=config.enable_prefix_caching,
-        hash_seed=config.prefix_hash_seed,
-        root=" ".join(map(str, identity)).encode(),
-        ahead=plan.ahead,
-        longest=plan.max_model_len,
-    )
+    if drafter is None:
+        return runner, None
+    return runner, start_drafting(runner, drafter, plan, progress)
+
+
+def _start(
+    config: EngineConfig,
+    found: Resolved,
+    plan: MemoryPlan,
+    mesh: Mesh,
+    progress: Progress,
+    ranks: Ranks | None = None,
+) -> Started:
+    logger.info("%s", plan)
+    plan.check()
+    device, ends = found.device, stop_tokens(found)
+    grammars = Grammars(lambda: _vocabulary(config, found, ends))
+    runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
     scheduler = Scheduler(
-        groups,
+        _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         policy=config.scheduling_policy,
-        num_drafts=0 if drafter is None else drafter.num_drafts,
+        num_drafts=0 if found.drafter is None else found.drafter.num_drafts,
     )
     info = ModelInfo(
         architecture=found.architecture,
-        vocab_size=shape.vocab_size,
+        vocab_size=found.shape.vocab_size,
         max_model_len=plan.max_model_len,
         eos_token_ids=ends,
         block_size=config.block_size,
@@ -311,10 +355,23 @@ def start_engine(config: EngineConfig, progress: Progress, mesh: Mesh = ALONE) -
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(
-        scheduler, runner, eos_token_ids=ends, overlap=overlap, grammars=grammars,
-        drafting=drafting,
+        scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
+        eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
     )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
+
+
+def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:
+    identity = (found.architecture, found.weights.resolve(), found.dtype, plan.block.dtype)
+    return CacheGroups(
+        plan.groups,
+        BlockPool(plan.num_blocks, block_size=config.block_size),
+        prefix_caching=config.enable_prefix_caching,
+        hash_seed=config.prefix_hash_seed,
+        root=" ".join(map(str, identity)).encode(),
+        ahead=plan.ahead,
+        longest=plan.max_model_len,
+    )
 
 
 def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocabulary:
@@ -324,76 +381,3 @@ def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocab
     tokenizer = Tokenizer.load(folder)
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
     return Vocabulary(tokens, found.shape.vocab_size, ends)
-
-
-def warm_up(
-    runner: ModelRunner, plan: MemoryPlan, progress: Progress, drafter: FoundDrafter | None = None
-) -> None:
-    """Run the shapes of serving once, in a block of the empty cache: no request pays for them.
-
-    On a GPU the largest step shows that the plan's work space is enough, and the others that every
-    kernel has been compiled.
-    """
-    longest = min(plan.chunk, plan.max_model_len - 1)
-    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    request = Request(
-        id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
-    )
-    admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
-    steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
-    kinds = (False,) if drafter is None else (True, False)  # with drafts and without
-    with progress.phase("warming up", len(steps)) as advance:
-        for grants in steps:
-            for drafts in kinds:
-                runner.execute(StepPlan(admissions, grants, drafts=drafts))
-            advance(1)
-    if drafter is not None:
-        _warm_drafts(runner, drafter, plan, longest)
-    runner.forget()
-
-
-def _warm_drafts(
-    runner: ModelRunner, drafter: FoundDrafter, plan: MemoryPlan, longest: int
-) -> None:
-    """Steps with as many drafts as there can be, greedy and drawn, alone and beside a prompt."""
-    drafts, length = drafter.num_drafts, longest + 1
-    if length + plan.ahead > plan.max_model_len:
-        return
-    blocks = -(-plan.max_model_len // plan.block.size)
-    tables = [(0, [1] * blocks)] * len(plan.groups)
-    most = max(1, min(plan.max_num_seqs, plan.chunk // (1 + drafts)))
-    for temperature in (0.0, 1.0):
-        request = Request(
-            id="warm-up", prompt_token_ids=[0] * length, max_tokens=1, seed=0,
-            params=SamplingParams(temperature=temperature),
-        )  # fmt: skip
-        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
-        for count in sorted({1, most}):
-            grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]
-            runner.pretend(length)
-            runner.execute(StepPlan(admissions, grants, drafts=True))
-        if plan.max_num_seqs > 1 and (prompt := min(plan.chunk - 1 - drafts, longest)) > 0:
-            beside = [grants[0], Grant(1, 0, prompt, tables, True)]
-            runner.pretend(length)
-            runner.execute(StepPlan(admissions, beside, drafts=True))
-
-
-def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:
-    """Prompts of each size alone, from the `longest` down; then sequences that decode, and on a
-    GPU also beside a prompt: such steps have attention kernels of their own."""
-    held = min(longest + 1 + plan.ahead, plan.max_model_len)
-    tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
-
-    def decoding(count: int) -> list[Grant]:
-        return [Grant(slot, longest, 1, tables, True) for slot in range(count)]
-
-    sizes = {min(size, longest) for size in ([longest, *WARM_SIZES] if on_gpu else [512])}
-    steps = [[Grant(0, 0, size, tables, True)] for size in sorted(sizes, reverse=True)]
-    steps += [decoding(count) for count in (1, min(8, plan.max_num_seqs), plan.max_num_seqs)]
-    if on_gpu and longest > FEW_QUERIES:
-        room = min(plan.max_num_seqs - 1, plan.chunk - WARM_PROMPT)
-        prompt = min(WARM_PROMPT, longest)
-        for count in sorted({min(count, room) for count in WARM_DECODING}):
-            if count > 0:
-                steps.append([*decoding(count), Grant(count, 0, prompt, tables, True)])
-    return steps

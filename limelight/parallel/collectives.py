@@ -20,3 +20,10 @@ def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(mesh.size)]
     dist.all_gather(parts, x.contiguous(), group=mesh.group)
     return torch.cat(parts, dim=-1)
+
+
+def from_first(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """What rank 0 has in `x`, in place."""
+    if mesh.group is not None:
+        dist.broadcast(x, group=mesh.group, group_src=0)
+    return x

@@ -23,6 +23,7 @@ from limelight.ops.verify import (
     verify_by_odds,
     verify_greedy,
 )
+from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
@@ -254,7 +255,7 @@ class DraftedSteps:
         positions = (rows.firsts_B + tensors.bases_B).tolist()
         drafts = self.drafter.tokens_SN[rows_B].tolist()
         members = [b for b, grant in enumerate(launched.order) if grant.samples]
-        if members:
+        if members and self.sampler.chooses:
             offers = [
                 Offer(launched.order[b].slot, starts[b], drafts[b][: kept[b]], positions[b])
                 for b in members
@@ -262,11 +263,13 @@ class DraftedSteps:
             proposals = self.drafter.proposals(rows_B[members])
             odds_BN = self.drafter.synthetic_odds(rows_B[members])
             launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
-        for b, grant in enumerate(launched.order):
-            run = launched.runs.get(grant.slot)
-            if run is not None and run.token_ids:
-                positions[b] += run.accepted
-                self.drafter.last_tokens_S[grant.slot] = run.token_ids[-1]
+        runs = (launched.runs.get(grant.slot) for grant in launched.order)
+        ends = [(r.accepted, r.token_ids[-1]) if r and r.token_ids else (0, NOTHING) for r in runs]
+        ends_B2 = from_first(torch.tensor(ends, device=self.device), self.model.head.mesh)
+        for b, (accepted, last) in enumerate(ends_B2.tolist()):
+            if last != NOTHING:
+                positions[b] += accepted
+                self.drafter.last_tokens_S[launched.order[b].slot] = last
         lengths_B = torch.tensor(positions, dtype=torch.int32, device=self.device)
         self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B)
 

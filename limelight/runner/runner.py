@@ -16,6 +16,7 @@ from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
+from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
@@ -28,7 +29,7 @@ from limelight.runner.launched import (
     device_faults,
     end_of_launch,
 )
-from limelight.runner.sampler import NO_GRAMMARS, Sampler, token_logprobs
+from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs
 from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class ModelRunner:
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
     ):
-        self.model, self.storage = model, storage
+        self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
         self.block_size, self.max_model_len = storage.shape.size, max_model_len
         self.tables = BlockTables(
@@ -82,6 +83,7 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             device=self.device,
             grammars=grammars,
+            chooses=self.mesh.rank == 0,
         )
         self.graphs: Graphs[StepTensors, tuple[torch.Tensor, torch.Tensor]] | None = None
         self.drafted: DraftedSteps | None = None
@@ -151,9 +153,13 @@ class ModelRunner:
             cuts = any(rule.truncated for rule in rules)
             return launched.fetch(*self._draw(logits_RV, tensors, cuts=cuts))
         positions = [grant.start + grant.num_tokens for grant in sampling]
-        launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
+        if self.sampler.chooses:
+            launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
+        else:
+            launched.choices = [Choice(0)] * len(sampling)  # the first rank's are taken below
         chosen = [choice.token_id for choice in launched.choices]
-        self.last_tokens[tensors.sample_slots_R] = torch.tensor(chosen, device=self.device)
+        chosen_R = from_first(torch.tensor(chosen, device=self.device), self.mesh)
+        self.last_tokens[tensors.sample_slots_R] = chosen_R
         return launched
 
     def _launch_drafted(

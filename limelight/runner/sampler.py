@@ -45,6 +45,7 @@ class Rules:
     allowed_V: torch.Tensor | None = None  # bool
     bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, values
     guide: Guide | None = None
+    guided: bool = False  # has a guide, here or on the rank that chooses
     plain: bool = field(init=False)  # whether the logits are used as they are, but for a guide
 
     def __post_init__(self):
@@ -83,7 +84,7 @@ class Rules:
     @property
     def stateless(self) -> bool:
         """Whether what was output does not matter."""
-        return self.plain and self.guide is None
+        return self.plain and not self.guided
 
     @property
     def is_refused(self) -> bool:
@@ -168,7 +169,7 @@ class Sampler:
     """Chooses the next token of each row by the rules of its slot.
 
     `grammars` has the compiled constraint of each request that has one, by its id, as long as the
-    request lives.
+    request lives. Without `chooses` another rank does, and guides are there alone.
     """
 
     def __init__(
@@ -178,8 +179,9 @@ class Sampler:
         eos_token_ids: list[int],
         device: torch.device,
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        chooses: bool = True,
     ):
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size, self.device, self.chooses = vocab_size, device, chooses
         self.eos_token_ids, self.grammars = eos_token_ids, grammars
         self.rules: dict[int, Rules] = {}
         self._masks: Masks | None = None
@@ -190,6 +192,8 @@ class Sampler:
         ends = list(params.stop_token_ids or [])
         if not params.ignore_eos:
             ends += self.eos_token_ids
+        budget = None if request.reasoning is None else request.reasoning.budget
+        guided = request.constraint is not None or budget is not None
         self.rules[slot] = Rules(
             request=request,
             output=list(output),
@@ -197,13 +201,11 @@ class Sampler:
             history=self._history(request, output) if params.needs_history else None,
             allowed_V=self._members(params.allowed_token_ids) if params.allowed_token_ids else None,
             bias=self._bias(params.logit_bias) if params.logit_bias else None,
-            guide=self._guide(request, output),
+            guide=self._guide(request, output) if guided and self.chooses else None,
+            guided=guided,
         )
 
-    def _guide(self, request: Request, output: list[int]) -> Guide | None:
-        budget = None if request.reasoning is None else request.reasoning.budget
-        if request.constraint is None and budget is None:
-            return None
+    def _guide(self, request: Request, output: list[int]) -> Guide:
         grammar = None if request.constraint is None else self.grammars[request.id]
         return Guide(request, grammar, eos_token_ids=self.eos_token_ids, output=output)
 

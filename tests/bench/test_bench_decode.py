@@ -123,3 +123,8 @@ def test_an_fp8_cache_has_one_label_however_it_is_spelled(kind):
     args = argparse.Namespace(tensor_parallel_slice=1)
     found = workload.labels(args, EngineConfig(kv_cache_dtype=kind), "bfloat16", [])
     assert (found["weights"], found["kv"]) == ("bf16", "fp8")
+
+
+def test_steps_of_several_ranks_are_not_timed_in_one_process():
+    with pytest.raises(ValueError, match="--tensor-parallel-slice"):
+        workload.check_alone(EngineConfig(tensor_parallel_size=2))

@@ -4,7 +4,7 @@ import pytest
 from tiny import write_checkpoint
 
 from limelight.config import EngineConfig
-from limelight.engine import startup
+from limelight.engine import warm_up
 from limelight.engine.startup import plan_memory, resolve, start_engine
 from limelight.ops.decode import tile_of
 from limelight.ops.paging import FEW_QUERIES
@@ -39,7 +39,7 @@ def test_no_request_waits_for_the_attention_of_steps_with_prompts_to_be_compiled
 ):
     config = config_of(folder, max_num_seqs=max_num_seqs)
     plan = plan_memory(config, resolve(config))
-    warm = mixed(startup._warm_steps(plan, plan.chunk - 1, on_gpu=True))
+    warm = mixed(warm_up._warm_steps(plan, plan.chunk - 1, on_gpu=True))
     for window in (None, 65):
         for fp8 in (False, True):
             served, warmed = (
@@ -54,13 +54,13 @@ def test_no_request_waits_for_the_attention_of_steps_with_prompts_to_be_compiled
 def test_the_steps_that_warm_a_gpu_up_keep_to_the_limits_and_run(
     folder, monkeypatch, max_num_seqs, batched
 ):
-    make, execute, sizes = startup._warm_steps, ModelRunner.execute, []
+    make, execute, sizes = warm_up._warm_steps, ModelRunner.execute, []
 
     def counted(runner, plan):
         sizes.append((len(plan.grants), sum(grant.num_tokens for grant in plan.grants)))
         return execute(runner, plan)
 
-    monkeypatch.setattr(startup, "_warm_steps", lambda *given, on_gpu: make(*given, on_gpu=True))
+    monkeypatch.setattr(warm_up, "_warm_steps", lambda *given, on_gpu: make(*given, on_gpu=True))
     monkeypatch.setattr(ModelRunner, "execute", counted)
     config = config_of(folder, max_num_seqs=max_num_seqs, max_num_batched_tokens=batched)
     start_engine(config, Progress(quiet=True))

@@ -1,0 +1,85 @@
+"""What rank 0 and another rank tell each other: msgpack of these, each behind its length."""
+
+import threading
+from dataclasses import dataclass
+from io import FileIO
+from typing import Any, TypeVar
+
+import msgspec
+
+from limelight.config import EngineConfig
+
+LENGTH = 8
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a rank."""
+
+    config: EngineConfig
+    rank: int
+    port: int  # of the store
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What must be the same on every rank, and the size of the cache, which the least decides."""
+
+    versions: dict[str, str]
+    model: bytes
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The second message to a rank; those after it are plans."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """From a rank: a sign of life, and what there is to tell beside it."""
+
+    facts: Facts | None = None
+    is_ready: bool = False
+    fault: str | None = None  # why the rank ends
+
+
+class Sender:
+    """One end of a pipe, for any thread."""
+
+    def __init__(self, pipe: FileIO):
+        self.pipe, self.lock = pipe, threading.Lock()
+
+    def send(self, message: object) -> None:
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """`OSError` when no one reads any more."""
+        rest = memoryview(len(data).to_bytes(LENGTH, "little") + data)
+        with self.lock:
+            while rest:
+                rest = rest[self.pipe.write(rest) :]
+
+
+def receive(pipe: FileIO, kind: type[Kind]) -> Kind | None:
+    """The next message; None when no one writes any more."""
+    data = receive_bytes(pipe)
+    return None if data is None else msgspec.msgpack.decode(data, type=kind)
+
+
+def receive_bytes(pipe: FileIO) -> bytes | None:
+    head = _exactly(pipe, LENGTH)
+    return None if head is None else _exactly(pipe, int.from_bytes(head, "little"))
+
+
+def _exactly(pipe: FileIO, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        more: Any = pipe.read(count - len(data))
+        if not more:
+            return None
+        data += more
+    return bytes(data)

@@ -1,0 +1,228 @@
+"""The ranks above 0, seen from rank 0: started, agreed with, sent each plan, watched, ended.
+
+Each is a process of `engine/worker.py` with a pipe in each direction. When one ends or falls
+silent, all are ended: a collective that waits for it then fails, and the engine is lost.
+"""
+
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from typing import cast
+
+import msgspec
+import torch
+
+from limelight.config import EngineConfig
+from limelight.engine.memory import MemoryPlan
+from limelight.engine.pipes import Agreed, Facts, Sender, Start, Word, receive
+from limelight.parallel.group import join, leave, open_store, take_device
+from limelight.parallel.mesh import Mesh
+from limelight.runner.launched import DraftedLaunch, Launched
+from limelight.runner.runner import ModelRunner
+from limelight.types import DeviceLost, StepPlan
+
+PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
+# A sign of life comes every second, but not while Python is busy with imports and compilers.
+SECONDS_OF_SILENCE = 8.0
+SECONDS_OF_SILENCE_AT_START = 60.0
+SECONDS_TO_END = 5.0
+# An error of a collective and the news of the rank that ended come at almost the same time.
+SECONDS_FOR_NEWS = 2.0
+
+
+def facts_of(plan: MemoryPlan, identity: bytes) -> Facts:
+    """What a rank tells the others before it loads."""
+    from limelight import __version__
+
+    versions = {
+        "limelight": __version__, "torch": str(torch.__version__),
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }  # fmt: skip
+    return Facts(versions, identity, plan.num_blocks)
+
+
+class Worker:
+    """One process, its pipes and what it has told."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.process = subprocess.Popen(
+            PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self.commands = Sender(cast(FileIO, self.process.stdin))
+        self.words = cast(FileIO, self.process.stdout)
+        self.facts: Facts | None = None
+        self.is_ready = False
+
+    def listen(self, news: threading.Condition) -> str:
+        """Take what it tells until it is lost, with news of it; how it was."""
+        poll = select.poll()
+        poll.register(self.words, select.POLLIN)
+        while True:
+            silence = SECONDS_OF_SILENCE if self.is_ready else SECONDS_OF_SILENCE_AT_START
+            if not poll.poll(1000 * silence):
+                return f"has given no sign of life for {silence:g} s"
+            word = receive(self.words, Word)
+            if word is None:
+                return f"has ended with exit code {self.process.wait()}"
+            if word.fault is not None:
+                return word.fault
+            self.is_ready |= word.is_ready
+            if word.facts is not None:
+                with news:
+                    self.facts = word.facts
+                    news.notify_all()
+
+    def ask_to_end(self) -> None:
+        """Its input closes, by which it knows."""
+        with self.commands.lock:
+            self.commands.pipe.close()
+
+    def end(self) -> None:
+        """Make sure that it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Ranks:
+    """All ranks above 0. `lost` is None as long as none is, and then how the first one was."""
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+    ):
+        self.size, self.device, self.on_loss = config.tensor_parallel_size, device, on_loss
+        self.lost: str | None = None
+        self.is_closing = False
+        self._news = threading.Condition()
+        take_device(device, 0, self.size)
+        self._store = open_store()
+        self.workers: list[Worker] = []
+
+    @classmethod
+    @contextmanager
+    def started(
+        cls, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+    ) -> Iterator["Ranks"]:
+        """They are ended if the block fails, which tells of a lost rank as what it was."""
+        ranks = cls(config, device, on_loss)
+        try:
+            for rank in range(1, ranks.size):
+                ranks._start(config, rank)
+            yield ranks
+        except BaseException as error:
+            lost = ranks.news() if isinstance(error, RuntimeError) else None
+            ranks.close()
+            if lost is not None:
+                raise DeviceLost(lost) from error
+            raise
+
+    def agree(self, plan: MemoryPlan, identity: bytes) -> MemoryPlan:
+        """The plan with the least cache of all ranks; `ValueError` names a rank that is unlike."""
+        own = facts_of(plan, identity)
+        with self._news:
+            self._news.wait_for(lambda: self.lost or all(w.facts for w in self.workers))
+        if self.lost is not None:
+            raise ValueError(self.lost)
+        blocks = [own.num_blocks]
+        for worker in self.workers:
+            assert worker.facts is not None
+            _compare(own, worker.facts, worker.rank)
+            blocks.append(worker.facts.num_blocks)
+        plan = plan.with_blocks(min(blocks))
+        plan.check()
+        self.send(Agreed(plan.num_blocks))
+        return plan
+
+    def join(self) -> Mesh:
+        """Rank 0's place among them."""
+        return join(self._store, self.device, 0, self.size)
+
+    def send(self, message: object) -> None:
+        """The same to all."""
+        data = msgspec.msgpack.encode(message)
+        for worker in self.workers:
+            self._send(worker, data)
+
+    def news(self) -> str | None:
+        """How a rank was lost, if one is or is just found to be."""
+        with self._news:
+            self._news.wait_for(lambda: self.lost, SECONDS_FOR_NEWS)
+        return self.lost
+
+    def close(self) -> None:
+        """End them all, and leave the group."""
+        self.is_closing = True
+        for worker in self.workers:
+            worker.ask_to_end()
+        for worker in self.workers:
+            try:
+                worker.process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                worker.end()
+        leave()
+
+    def _start(self, config: EngineConfig, rank: int) -> None:
+        worker = Worker(rank)
+        self.workers.append(worker)
+        watch = threading.Thread(
+            target=self._watch, args=(worker,), name=f"rank {rank}", daemon=True
+        )
+        watch.start()
+        self._send(worker, msgspec.msgpack.encode(Start(config, rank, self._store.port)))
+
+    def _send(self, worker: Worker, data: bytes) -> None:
+        try:
+            worker.commands.send_bytes(data)
+        except OSError as error:
+            raise DeviceLost(self.news() or f"rank {worker.rank}: {error}") from error
+
+    def _watch(self, worker: Worker) -> None:
+        how = f"rank {worker.rank}: {worker.listen(self._news)}"
+        with self._news:
+            first = self.lost is None and not self.is_closing
+            if first:
+                self.lost = how
+        if first:
+            for other in self.workers:
+                other.end()
+        with self._news:
+            self._news.notify_all()
+        if first and self.on_loss is not None:
+            self.on_loss(how)
+
+
+def _compare(own: Facts, other: Facts, rank: int) -> None:
+    for name, version in own.versions.items():
+        if other.versions.get(name) != version:
+            raise ValueError(
+                f"rank {rank} has {name} {other.versions.get(name)}, and rank 0 {version}; "
+                f"all ranks must run the same"
+            )
+    if other.model != own.model:
+        raise ValueError(
+            f"rank {rank} has found another checkpoint or configuration than rank 0: its shape, "
+            f"types or tensors differ"
+        )
+
+
+class LeadingRunner:
+    """Rank 0's runner: every plan goes to all ranks first.
+
+    A step that fails on one rank leaves the others waiting in it, so that no later one can work.
+    """
+
+    def __init__(self, runner: ModelRunner, ranks: Ranks):
+        self.runner, self.ranks = runner, ranks
+
+    def launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
+        if self.ranks.lost is not None:
+            raise DeviceLost(self.ranks.lost)
+        self.ranks.send(plan)
+        try:
+            return self.runner.launch(plan)
+        except Exception as error:
+            raise DeviceLost(self.ranks.news() or f"rank 0: {error}") from error

@@ -1,0 +1,88 @@
+"""Steps of every shape that serving has, run once at the start: no request pays for them."""
+
+from limelight.engine.drafters import FoundDrafter
+from limelight.engine.memory import MemoryPlan
+from limelight.ops.paging import FEW_QUERIES
+from limelight.progress import Progress
+from limelight.runner.runner import ModelRunner
+from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan
+
+# Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
+WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
+# Sequences that decode beside a prompt of WARM_PROMPT tokens: every regime of attention, whatever
+# the number of KV heads.
+WARM_DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WARM_PROMPT = 2 * FEW_QUERIES
+
+
+def warm_up(
+    runner: ModelRunner, plan: MemoryPlan, progress: Progress, drafter: FoundDrafter | None = None
+) -> None:
+    """Run the shapes of serving once, in a block of the empty cache: no request pays for them.
+
+    On a GPU the largest step shows that the plan's work space is enough, and the others that every
+    kernel has been compiled.
+    """
+    longest = min(plan.chunk, plan.max_model_len - 1)
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
+    request = Request(
+        id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
+    )
+    admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+    steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
+    kinds = (False,) if drafter is None else (True, False)  # with drafts and without
+    with progress.phase("warming up", len(steps)) as advance:
+        for grants in steps:
+            for drafts in kinds:
+                runner.execute(StepPlan(admissions, grants, drafts=drafts))
+            advance(1)
+    if drafter is not None:
+        _warm_drafts(runner, drafter, plan, longest)
+    runner.forget()
+
+
+def _warm_drafts(
+    runner: ModelRunner, drafter: FoundDrafter, plan: MemoryPlan, longest: int
+) -> None:
+    """Steps with as many drafts as there can be, greedy and drawn, alone and beside a prompt."""
+    drafts, length = drafter.num_drafts, longest + 1
+    if length + plan.ahead > plan.max_model_len:
+        return
+    blocks = -(-plan.max_model_len // plan.block.size)
+    tables = [(0, [1] * blocks)] * len(plan.groups)
+    most = max(1, min(plan.max_num_seqs, plan.chunk // (1 + drafts)))
+    for temperature in (0.0, 1.0):
+        request = Request(
+            id="warm-up", prompt_token_ids=[0] * length, max_tokens=1, seed=0,
+            params=SamplingParams(temperature=temperature),
+        )  # fmt: skip
+        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+        for count in sorted({1, most}):
+            grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]
+            runner.pretend(length)
+            runner.execute(StepPlan(admissions, grants, drafts=True))
+        if plan.max_num_seqs > 1 and (prompt := min(plan.chunk - 1 - drafts, longest)) > 0:
+            beside = [grants[0], Grant(1, 0, prompt, tables, True)]
+            runner.pretend(length)
+            runner.execute(StepPlan(admissions, beside, drafts=True))
+
+
+def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:
+    """Prompts of each size alone, from the `longest` down; then sequences that decode, and on a
+    GPU also beside a prompt: such steps have attention kernels of their own."""
+    held = min(longest + 1 + plan.ahead, plan.max_model_len)
+    tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
+
+    def decoding(count: int) -> list[Grant]:
+        return [Grant(slot, longest, 1, tables, True) for slot in range(count)]
+
+    sizes = {min(size, longest) for size in ([longest, *WARM_SIZES] if on_gpu else [512])}
+    steps = [[Grant(0, 0, size, tables, True)] for size in sorted(sizes, reverse=True)]
+    steps += [decoding(count) for count in (1, min(8, plan.max_num_seqs), plan.max_num_seqs)]
+    if on_gpu and longest > FEW_QUERIES:
+        room = min(plan.max_num_seqs - 1, plan.chunk - WARM_PROMPT)
+        prompt = min(WARM_PROMPT, longest)
+        for count in sorted({min(count, room) for count in WARM_DECODING}):
+            if count > 0:
+                steps.append([*decoding(count), Grant(count, 0, prompt, tables, True)])
+    return steps

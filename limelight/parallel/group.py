@@ -1,0 +1,46 @@
+"""The process group of the ranks of one machine, over a store on rank 0's loopback address."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from limelight.parallel.mesh import Mesh
+
+HOST = "127.0.0.1"
+
+
+def take_device(device: torch.device, rank: int, size: int) -> None:
+    """Have `cuda` mean this rank's GPU; `ValueError` if there are fewer than ranks."""
+    if device.type != "cuda":
+        return
+    if (count := torch.cuda.device_count()) < size:
+        raise ValueError(f"{size} ranks need as many GPUs; this machine shows {count}")
+    torch.cuda.set_device(rank)
+
+
+def open_store() -> TCPStore:
+    """Rank 0's store, on a free port."""
+    if dist.is_initialized():
+        raise ValueError("this process belongs to a group of torch.distributed already")
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def store_at(port: int) -> TCPStore:
+    """Rank 0's store, from another rank."""
+    return TCPStore(HOST, port, is_master=False)
+
+
+def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
+    """Wait for all ranks; from then on tensors on `device` can be exchanged."""
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
+        device_id=torch.device("cuda", rank) if on_gpu else None,
+    )  # fmt: skip
+    return Mesh(rank, size, dist.group.WORLD)
+
+
+def leave() -> None:
+    """Let go of the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

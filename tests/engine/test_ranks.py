@@ -1,0 +1,323 @@
+"""A model divided among processes: the same answers as in one, and one end for all."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_client import alive, collect, fault_of, gone, until
+from test_constraints import Small
+from tiny import prompts, request, run, start, write_checkpoint
+
+from limelight.config import EngineConfig
+from limelight.engine import ranks
+from limelight.engine.client import EngineClient, EngineDead
+from limelight.engine.startup import plan_memory, resolve
+from limelight.types import DeviceLost
+
+NEAR = 1e-4
+SECONDS_TO_NOTICE = 10.0
+BYTES_PER_HEAD = 230_000
+# What 2, 3 and 4 ranks can divide, and a vocabulary that none of them can.
+WIDTHS = {"intermediate_size": 96, "moe_intermediate_size": 48}
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def write(path: Path, family: str, **changes: object) -> Path:
+    shared = {"shared_expert_intermediate_size": 48} if family == "flint" else {}
+    write_checkpoint(path, family, **(WIDTHS | shared | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("flint"), "flint")
+
+
+def workload(tokens: int) -> list:
+    """Greedy, penalized, held to few tokens, drawn; with 60 tokens more than the cache holds."""
+    heads, tails = prompts(60, 50, seed=3), prompts(5, 30, 61, 12, 40, 9, seed=4)
+    texts = [heads[i % 2] + tail for i, tail in enumerate(tails)]
+    rules = [
+        {"prompt_logprobs": 1, "logprobs": 3},
+        {"prompt_logprobs": 1},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+        {"allowed_token_ids": [3, 5, 8, 13, 21], "min_tokens": 9},
+        {"temperature": 0.9, "seed": 11, "logprobs": None},
+        {"temperature": 0.7, "seed": 12, "top_p": 0.8},
+    ]
+    pairs = zip(texts, rules, strict=True)
+    return [request(text, max_tokens=tokens, **rule) for text, rule in pairs]
+
+
+def answers_of(folder: Path, size: int, kv_heads: int, *, tokens: int = 60) -> tuple[list, object]:
+    """Of the workload, and then of some that begin as others did."""
+    engine = start(
+        folder, tensor_parallel_size=size, max_num_batched_tokens=50, max_model_len=200,
+        kv_cache_memory_bytes=BYTES_PER_HEAD * max(1, kv_heads // size),
+    )  # fmt: skip
+    engine.overlap = size == 2
+    try:
+        asked = workload(tokens)
+        answers = run(engine, asked)
+        again = [request(one.prompt_token_ids) for one in asked[:3]]
+        # Of 1, 7 and 150 tokens at once, and all to the same experts.
+        again += [request(text) for text in [*prompts(1, 7, 150), [5] * 60, [5] * 61]]
+        return answers + run(engine, again), engine.stats()
+    finally:
+        engine.close()
+
+
+def assert_near(answers: list, expected: list) -> None:
+    """The same tokens and log-probabilities, as far as the answers go."""
+    for answer, want in zip(answers, expected, strict=True):
+        count = len(answer.token_ids)
+        assert count > 0 and answer.token_ids == want.token_ids[:count]
+        reports = [*answer.logprobs, *(answer.prompt_logprobs or [])[1:]]
+        wanted = [*want.logprobs[:count], *(want.prompt_logprobs or [])[1:]]
+        for got, told in zip(reports, wanted, strict=True):
+            assert abs(got.logprob - told.logprob) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "changes"),
+    [("flint", 2, FOUR), ("beam", 2, FOUR), ("flint", 3, THREE)],
+    ids=["flint by 2", "beam by 2", "flint by 3"],
+)
+def test_answers_do_not_depend_on_the_number_of_ranks(tmp_path, family, size, changes):
+    write(tmp_path, family, **changes)
+    heads = changes["num_key_value_heads"]
+    (expected, before), (answers, after) = (answers_of(tmp_path, n, heads) for n in (1, size))
+    for stats in (before, after):
+        assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert_near(answers, expected)
+
+
+@pytest.mark.parametrize("family", ["flint", "beam"])
+def test_four_ranks_share_two_kv_heads(tmp_path, family):
+    write(tmp_path, family, **FOUR)
+    expected, answers = (answers_of(tmp_path, size, 2, tokens=6)[0] for size in (1, 4))
+    assert_near(answers, expected)
+
+
+def constrained(**changes: object) -> list[list[int]]:
+    """Answers under a grammar, a budget of reasoning, and neither, with drafts."""
+    small = Small(**changes)
+    try:
+        asked = [small.ask(temperature=t, max_tokens=50) for t in (0.0, 0.8)]
+        asked += [
+            small.ask(waits=True, budget=7, max_tokens=40),
+            small.ask(form=None, max_tokens=40),
+        ]
+        answers = run(small.engine, [one for listed in asked for one in listed])
+        assert small.engine.stats().speculation.verified > 0
+        return [answer.token_ids for answer in answers]
+    finally:
+        small.engine.close()
+
+
+def test_constraints_and_drafts_hold_on_all_ranks_as_on_one():
+    assert constrained(tensor_parallel_size=2) == constrained()
+
+
+def test_a_packed_model_with_an_fp8_cache_is_divided_too():
+    def answers(size):
+        engine = start(
+            Path("beam-nano-nvfp4"), tensor_parallel_size=size, kv_cache_dtype="fp8",
+            max_model_len=128, speculative_config={"num_speculative_tokens": 0},
+        )  # fmt: skip
+        try:
+            return run(engine, [request(prompt) for prompt in prompts(20, 33)])
+        finally:
+            engine.close()
+
+    for got, want in zip(answers(2), answers(1), strict=True):
+        assert abs(got.logprobs[0].logprob - want.logprobs[0].logprob) < 0.05
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    def plan(model, size):
+        config = EngineConfig(model=model, device="cpu", tensor_parallel_size=size)
+        return plan_memory(config, resolve(config))
+
+    with pytest.raises(ValueError, match=r"experts\.\S+: 8 columns a rank are not whole blocks"):
+        plan("beam-nano-nvfp4", 8)
+    with pytest.raises(ValueError, match="8 query heads cannot be divided among 3 ranks"):
+        plan("flint-nano", 3)
+
+
+def test_each_rank_plans_for_its_share():
+    def plan(size):
+        config = EngineConfig(model="beam-nano", device="cpu", tensor_parallel_size=size)
+        found = plan_memory(config, resolve(config))
+        return found, {kind.name: kind.nbytes for kind in found.kinds}
+
+    (whole, every), (part, share) = plan(1), plan(4)
+    assert 4 * share["routed experts"] == every["routed experts"]
+    assert 2 * part.block.nbytes == whole.block.nbytes  # two KV heads, each on two ranks
+    assert part.usable < whole.usable / 3
+
+
+OTHER = """
+import sys
+import limelight
+from limelight.engine import worker
+{change}
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("limelight.__version__ = '0.0.7'", "rank 1 has limelight 0.0.7, and rank 0"),
+        (
+            "import limelight.engine.startup as s; find = s.find_tensors\n"
+            "s.find_tensors = lambda path: find(path)[1:]",
+            "rank 1 has found another checkpoint",
+        ),
+        ("sys.exit(3)", "rank 1: has ended with exit code 3"),
+        (
+            "import limelight.engine.startup as s\n"
+            "def no(*a): raise ValueError('no such weights')\ns.resolve = no",
+            "rank 1: no such weights",
+        ),
+    ],
+    ids=["version", "checkpoint", "end", "fault"],
+)
+def test_a_rank_that_is_unlike_the_others_is_named(folder, monkeypatch, change, message):
+    text = OTHER.format(change=change)
+    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", text))
+    with pytest.raises(ValueError, match=message):
+        start(folder, tensor_parallel_size=2)
+
+
+def test_a_rank_that_ends_while_it_loads_ends_the_start(folder, monkeypatch):
+    change = (
+        "import limelight.engine.startup as s\ndef no(*a, **k): raise OSError('no disk')\n"
+        "s.load_model = no"
+    )
+    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", OTHER.format(change=change)))
+    with pytest.raises(DeviceLost, match="rank 1: OSError: no disk"):
+        start(folder, tensor_parallel_size=2)
+
+
+def test_a_lost_rank_ends_the_engine_in_process_and_another_can_start(folder):
+    engine = start(folder, tensor_parallel_size=2)
+    (worker,) = engine.runner.ranks.workers
+    engine.add(request([1, 2, 3], max_tokens=400))
+    for _ in range(5):
+        engine.step()
+    worker.process.kill()
+    with pytest.raises(DeviceLost, match="rank 1"):
+        for _ in range(400):
+            engine.step()
+    engine.close()
+    assert not alive(worker.process.pid)
+    again = start(folder, tensor_parallel_size=2)
+    assert len(run(again, [request([1, 2, 3])])[0].token_ids) == 8
+    pid = again.runner.ranks.workers[0].process.pid
+    again.close()
+    assert not alive(pid)
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def worker_of(pid: int) -> int:
+    """The one rank above 0 that the engine `pid` has started."""
+    commands = {one: Path(f"/proc/{one}/cmdline").read_text() for one in children(pid)}
+    (worker,) = [one for one, command in commands.items() if "engine.worker" in command]
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("how", "busy"),
+    [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGSTOP, True)],
+    ids=["killed", "killed while idle", "hung"],
+)
+def test_a_lost_rank_is_noticed_and_nothing_is_left(folder, how, busy):
+    async def main():
+        config = EngineConfig(
+            model=str(folder), device="cpu", max_num_seqs=4, tensor_parallel_size=2
+        )
+        client = EngineClient(config)
+        await client.start()
+        try:
+            await asyncio.wait_for(client.wait_ready(), 60)
+            pid = client._process.pid
+            worker = worker_of(pid)
+            jobs = [
+                asyncio.create_task(collect(client, request([i + 1], max_tokens=500)))
+                for i in range(3 if busy else 0)
+            ]
+            if busy:
+                await until(lambda: client.stats.running == 3)
+            os.kill(worker, how)
+            lost = time.monotonic()
+            results = await asyncio.wait_for(
+                asyncio.gather(*jobs, return_exceptions=True), SECONDS_TO_NOTICE
+            )
+            assert all(isinstance(result, EngineDead) for result in results)
+            await until(
+                lambda: client.status.phase == "dead",
+                within=SECONDS_TO_NOTICE - (time.monotonic() - lost),
+            )
+            assert "rank 1" in client.status.detail
+            assert await gone(pid, within=5) and await gone(worker, within=5)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_requests_that_come_one_by_one_and_leave_never_wait_long(folder):
+    async def main():
+        rng = random.Random(2)
+        client = EngineClient(
+            EngineConfig(model=str(folder), device="cpu", max_model_len=128, tensor_parallel_size=2)
+        )
+        await client.start()
+        try:
+            await asyncio.wait_for(client.wait_ready(), 60)
+            for i in range(30):
+                count = 127 - 3 if i == 20 else rng.randint(1, 5)
+                leave = 1 if i % 10 == 9 and count > 1 else None
+                one = request([i % 97, 3, 4], max_tokens=count)
+                told = await asyncio.wait_for(collect(client, one, leave_after=leave), 5)
+                assert leave or told[1] == "length" and len(told[0]) == count
+                await asyncio.sleep(rng.random() * 0.05)
+            await until(lambda: client.stats.running == 0 and client.stats.cache_usage == 0.0)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_killed_engine_takes_its_ranks_with_it(folder):
+    async def main():
+        client = EngineClient(
+            EngineConfig(model=str(folder), device="cpu", max_num_seqs=4, tensor_parallel_size=2)
+        )
+        await client.start()
+        try:
+            await asyncio.wait_for(client.wait_ready(), 60)
+            worker = worker_of(client._process.pid)
+            os.kill(client._process.pid, signal.SIGKILL)
+            assert await gone(worker, within=5)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_rank_at_fault_is_named_to_the_server(tmp_path):
+    write_checkpoint(tmp_path, "flint")
+    config = EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel_size=8)
+    assert "4 query heads cannot be divided among 8 ranks" in asyncio.run(fault_of(config))

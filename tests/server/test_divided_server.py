@@ -1,0 +1,72 @@
+"""`serve -tp 2`: a server whose model is divided between two processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from server_fakes import wait_until
+
+from limelight import LLM, SamplingParams
+
+FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--max-num-seqs", "4")
+PROMPT = "Once upon a time"
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "limelight", "serve", "flint-nano", "--port", str(port)]
+    process = subprocess.Popen([*command, *FLAGS, *flags], stderr=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            wait_until(lambda: answers(client, "/ready") == 200, seconds=60)
+            yield process, client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(client: httpx.Client, path: str) -> int | None:
+    try:
+        return client.get(path).status_code
+    except httpx.TransportError:
+        time.sleep(0.05)
+        return None
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of all processes below `pid`."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found |= {child: Path(f"/proc/{child}/cmdline").read_text()} | descendants(child)
+    return found
+
+
+def test_a_divided_server_answers_as_one_and_ends_with_its_rank():
+    with served("-tp", "2") as (process, client):
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        with LLM("flint-nano", device="cpu", max_model_len=1024, max_num_seqs=4) as llm:
+            params = SamplingParams(temperature=0, max_tokens=24)
+            assert text == llm.generate(PROMPT, params)[0].outputs[0].text
+        below = descendants(process.pid)
+        (rank,) = [pid for pid, command in below.items() if "engine.worker" in command]
+        long = body | {"max_tokens": 900, "stream": True, "ignore_eos": True}
+        threading.Timer(0.5, os.kill, (rank, signal.SIGKILL)).start()
+        with client.stream("POST", "/v1/completions", json=long) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert "the engine has died" in lines[-1]
+        assert answers(client, "/health") == 503
+        assert client.post("/v1/completions", json=body).status_code == 503
+        assert process.wait(timeout=20) == 1
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=5)
