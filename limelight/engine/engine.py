@@ -145,10 +145,12 @@ class Engine:
 
     def close(self) -> None:
         """End what works beside the steps."""
-        if self.grammars is not None:
-            self.grammars.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        try:
+            if self.grammars is not None:
+                self.grammars.close()
+        finally:
+            if self.ranks is not None:
+                self.ranks.close()
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on.

@@ -143,7 +143,9 @@ class Ranks:
 
     def send(self, message: object) -> None:
         """The same to all."""
-        data = msgspec.msgpack.encode(message)
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
         for worker in self.workers:
             self._send(worker, data)
 
@@ -181,18 +183,22 @@ class Ranks:
             raise DeviceLost(self.news() or f"rank {worker.rank}: {error}") from error
 
     def _watch(self, worker: Worker) -> None:
-        how = f"rank {worker.rank}: {worker.listen(self._news)}"
+        try:
+            how = f"rank {worker.rank}: {worker.listen(self._news)}"
+        except Exception as error:
+            how = f"rank {worker.rank}: what it tells cannot be read: {error}"
         with self._news:
             first = self.lost is None and not self.is_closing
             if first:
                 self.lost = how
         if first:
             for other in self.workers:
-                other.end()
+                other.process.kill()
         with self._news:
             self._news.notify_all()
         if first and self.on_loss is not None:
             self.on_loss(how)
+        worker.process.wait()
 
 
 def _compare(own: Facts, other: Facts, rank: int) -> None:
@@ -221,8 +227,13 @@ class LeadingRunner:
     def launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
-        self.ranks.send(plan)
+        data = msgspec.msgpack.encode(plan)
         try:
+            self.ranks.send_bytes(data)
             return self.runner.launch(plan)
         except Exception as error:
             raise DeviceLost(self.ranks.news() or f"rank 0: {error}") from error
+        except BaseException:
+            # An interrupt: the others are in a step that rank 0 has left.
+            self.ranks.lost = self.ranks.lost or "rank 0 was interrupted in a step"
+            raise

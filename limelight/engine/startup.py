@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,8 +269,11 @@ def start_engine(
     found = resolve(config)
     if config.tensor_parallel_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
+    if found.device.type == "cuda":
+        logger.warning("a model divided among GPUs has never been run: only one among CPUs")
+    plan = plan_memory(config, found)
     with Ranks.started(config, found.device, on_loss) as ranks:
-        plan = ranks.agree(plan_memory(config, found), found.identity)
+        plan = ranks.agree(plan, found.identity)
         return _start(config, found, plan, ranks.join(), progress, ranks)
 
 
@@ -288,8 +292,8 @@ def start_runner(
     device = found.device
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
-    elif device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+    elif device.type == "cpu" and mesh.size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.size))
     scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
     place = Placement(mesh, found.dtype, device)
     model = load_model(

@@ -4,6 +4,7 @@ Rank 0 speaks over standard input, and when that closes this process ends; what 
 what was standard output. See `engine/pipes.py`.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -25,9 +26,11 @@ SECONDS_BETWEEN_BEATS = 1.0
 
 def read_all(pipe: FileIO, messages: "queue.SimpleQueue[bytes]") -> None:
     """Pass on what rank 0 sends; when it is gone, leave at once, whatever is under way."""
-    while (data := receive_bytes(pipe)) is not None:
-        messages.put(data)
-    os._exit(1)
+    try:
+        while (data := receive_bytes(pipe)) is not None:
+            messages.put(data)
+    finally:
+        os._exit(1)
 
 
 def beat(words: Sender) -> None:
@@ -36,6 +39,7 @@ def beat(words: Sender) -> None:
         while True:
             time.sleep(SECONDS_BETWEEN_BEATS)
             words.send(Word())
+    os._exit(1)
 
 
 def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> None:
@@ -58,6 +62,8 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True))
     words.send(Word(is_ready=True))
     decoder = msgspec.msgpack.Decoder(StepPlan)
+    gc.collect()
+    gc.freeze()
     while True:
         runner.launch(decoder.decode(messages.get()))
 

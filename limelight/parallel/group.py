@@ -1,5 +1,9 @@
 """The process group of the ranks of one machine, over a store on rank 0's loopback address."""
 
+import os
+import socket
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -22,7 +26,14 @@ def open_store() -> TCPStore:
     """Rank 0's store, on a free port."""
     if dist.is_initialized():
         raise ValueError("this process belongs to a group of torch.distributed already")
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    # By itself it would listen on every address.
+    listening = socket.socket()
+    listening.bind((HOST, 0))
+    listening.listen()
+    port = listening.getsockname()[1]
+    return TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def store_at(port: int) -> TCPStore:
@@ -33,6 +44,9 @@ def store_at(port: int) -> TCPStore:
 def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
     """Wait for all ranks; from then on tensors on `device` can be exchanged."""
     on_gpu = device.type == "cuda"
+    if sys.platform == "linux":
+        for backend in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
         device_id=torch.device("cuda", rank) if on_gpu else None,

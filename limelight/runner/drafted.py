@@ -265,8 +265,10 @@ class DraftedSteps:
             launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
         runs = (launched.runs.get(grant.slot) for grant in launched.order)
         ends = [(r.accepted, r.token_ids[-1]) if r and r.token_ids else (0, NOTHING) for r in runs]
-        ends_B2 = from_first(torch.tensor(ends, device=self.device), self.model.head.mesh)
-        for b, (accepted, last) in enumerate(ends_B2.tolist()):
+        if self.model.head.mesh.size > 1:
+            ends_B2 = torch.tensor(ends, device=self.device)
+            ends = from_first(ends_B2, self.model.head.mesh).tolist()
+        for b, (accepted, last) in enumerate(ends):
             if last != NOTHING:
                 positions[b] += accepted
                 self.drafter.last_tokens_S[launched.order[b].slot] = last

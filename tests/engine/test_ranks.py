@@ -17,6 +17,7 @@ from limelight.config import EngineConfig
 from limelight.engine import ranks
 from limelight.engine.client import EngineClient, EngineDead
 from limelight.engine.startup import plan_memory, resolve
+from limelight.parallel.group import open_store
 from limelight.types import DeviceLost
 
 NEAR = 1e-4
@@ -298,6 +299,18 @@ def test_requests_that_come_one_by_one_and_leave_never_wait_long(folder):
             await client.close()
 
     asyncio.run(main())
+
+
+def test_no_one_from_elsewhere_reaches_the_store():
+    store = open_store()
+    port = f"{store.port:04X}"
+    listening = [
+        line.split()[1]
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port}")
+    ]
+    assert listening == [f"0100007F:{port}"]
 
 
 def test_a_killed_engine_takes_its_ranks_with_it(folder):
