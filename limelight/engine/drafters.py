@@ -26,10 +26,10 @@ from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan,
 logger = logging.getLogger(__name__)
 # Rows of logits at once, in bytes; drafts beyond are not verified.
 LOGITS_AT_ONCE = 2**30
-TIMED_ROUNDS = 3
+TIMED_ROUNDS = 2
 # Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
 TIMED_LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
-MOST_TIMED_ROWS = {"cpu": 128, "cuda": 2048}
+MOST_TIMED_ROWS = {"cpu": 64, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def warm_up(
             for drafts in kinds:
                 runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
-    if drafter is not None:
+    if drafter is not None and runner.device.type == "cuda":
         _warm_drafts(runner, drafter, plan, longest)
     runner.forget()
 

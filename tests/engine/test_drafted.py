@@ -59,7 +59,7 @@ def compare(engine, plain, asked, *, right=0.7, seed=0):
     return answers
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 7, 15], ids="N{}".format)
+@pytest.mark.parametrize("num_drafts", [7, 15], ids="N{}".format)
 def test_greedy_tokens_are_those_of_no_drafts(folder, drafter, overlap, num_drafts):
     plain = start(folder)
     for right in (0.0, 0.7, 1.0):
@@ -99,7 +99,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_drafts", [3, 7], ids="N{}".format)
+@pytest.mark.parametrize("num_drafts", [3], ids="N{}".format)
 def test_every_parameter_counts_in_every_row(flint, drafter, overlap, num_drafts):
     """All at once, each with its neighbours' drafts in the same step."""
     asked = [
@@ -163,15 +163,15 @@ def test_a_conversation_finds_its_beginning_as_without_drafts(folder, drafter):
 
 
 @pytest.mark.parametrize("limit", [128, 130], ids="limit{}".format)
-def test_the_longest_length_ends_an_answer_at_exactly_that(folder, drafter, overlap, limit):
+def test_the_longest_length_ends_an_answer_at_exactly_that(flint, drafter, overlap, limit):
     """The drafter's config knows 64 positions, which bind no one."""
     asked = [
         request(text, max_tokens=min(50, limit - len(text)), logprobs=None)
         for text in prompts(60, 64, 65, 78, *range(limit - 9, limit))
     ]
-    engine = start_drafted(folder, drafter, max_model_len=limit)
+    engine = start_drafted(flint, drafter, max_model_len=limit)
     engine.overlap = overlap
-    answers = compare(engine, start(folder, max_model_len=limit), asked)
+    answers = compare(engine, start(flint, max_model_len=limit), asked)
     assert all(answer.last.finish_reason == "length" for answer in answers)
 
 
@@ -233,7 +233,7 @@ def test_adaptive_drafting_gives_the_same_texts_and_learns(folder, drafter, over
     assert spec.intercepts != [-0.2] * 7
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_decided_about_drafts_the_texts_are_the_same(folder, drafter, overlap, seed):
     """Steps with drafts and without in any order, trimmed anyhow, prompts in pieces between."""
     asked = [

@@ -48,7 +48,7 @@ def ask_all(small: Small, first: int) -> list:
     return asked + [small.ask(seed=i, temperature=0.8 * (i == 0), **params)[0] for i in range(4)]
 
 
-@pytest.mark.parametrize("right", [0.0, 0.5, 1.0], ids="right{}".format)
+@pytest.mark.parametrize("right", [0.5, 1.0], ids="right{}".format)
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_no_draft_gets_past_a_grammar_and_the_texts_are_those_without_drafts(
     plain, drafted, overlap, right

@@ -87,7 +87,11 @@ def assert_near(answers: list, expected: list) -> None:
 
 @pytest.mark.parametrize(
     ("family", "size", "changes"),
-    [("flint", 2, FOUR), ("beam", 2, FOUR), ("flint", 3, THREE)],
+    [
+        ("flint", 2, FOUR),
+        ("beam", 2, FOUR),
+        pytest.param("flint", 3, THREE, marks=pytest.mark.slow),
+    ],
     ids=["flint by 2", "beam by 2", "flint by 3"],
 )
 def test_answers_do_not_depend_on_the_number_of_ranks(tmp_path, family, size, changes):
@@ -99,6 +103,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(tmp_path, family, size, ch
     assert_near(answers, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["flint", "beam"])
 def test_four_ranks_share_two_kv_heads(tmp_path, family):
     write(tmp_path, family, **FOUR)
@@ -122,6 +127,7 @@ def constrained(**changes: object) -> list[list[int]]:
         small.engine.close()
 
 
+@pytest.mark.slow
 def test_constraints_and_drafts_hold_on_all_ranks_as_on_one():
     assert constrained(tensor_parallel_size=2) == constrained()
 
@@ -240,7 +246,11 @@ def worker_of(pid: int) -> int:
 
 @pytest.mark.parametrize(
     ("how", "busy"),
-    [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGSTOP, True)],
+    [
+        (signal.SIGKILL, True),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.slow),
+    ],
     ids=["killed", "killed while idle", "hung"],
 )
 def test_a_lost_rank_is_noticed_and_nothing_is_left(folder, how, busy):
@@ -278,6 +288,7 @@ def test_a_lost_rank_is_noticed_and_nothing_is_left(folder, how, busy):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_requests_that_come_one_by_one_and_leave_never_wait_long(folder):
     async def main():
         rng = random.Random(2)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from server_fakes import wait_until
 
 from limelight import LLM, SamplingParams
@@ -52,6 +53,7 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_divided_server_answers_as_one_and_ends_with_its_rank():
     with served("-tp", "2") as (process, client):
         body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
