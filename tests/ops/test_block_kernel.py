@@ -114,7 +114,11 @@ def small_tiles(request, monkeypatch):
 
 @cheap_places
 @pytest.mark.parametrize("causal", [False, True], ids=["all rows", "causal"])
-@pytest.mark.parametrize("window", [None, 37, 16], ids="window-{}".format)
+@pytest.mark.parametrize(
+    "window",
+    [37, pytest.param(16, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
+    ids="window-{}".format,
+)
 def test_every_row_sees_context_and_block(window, causal, place, small_tiles):
     check(CONTEXTS, (6, 2, 16), place, rows=8, window=window, causal=causal)
 
