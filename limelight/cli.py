@@ -14,7 +14,6 @@ from limelight import SamplingParams, StructuredOutputsParams, __version__
 from limelight.bench import decode, ops, prefill, serve, spec
 from limelight.checkpoint import BUNDLED_PARSERS
 from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
-from limelight.drafting.settings import DraftSettings
 from limelight.flags import (
     add_config_flags,
     add_foreign_flags,
@@ -25,9 +24,10 @@ from limelight.flags import (
     merge,
     spell,
 )
+from limelight.training.settings import DraftSettings
 
 if TYPE_CHECKING:
-    from limelight.drafting.acceptance import Acceptance
+    from limelight.training.acceptance import Acceptance
 
 FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
 # A bundled model has its parsers unless one of these is given.
@@ -296,8 +296,8 @@ def _quantize(args: argparse.Namespace) -> int:
 
 def _draft_train(args: argparse.Namespace) -> int:
     settings = config_from(args, DraftSettings)
-    from limelight.drafting.course import train
     from limelight.progress import Progress
+    from limelight.training.course import train
 
     config = config_from(args, EngineConfig)
     found = train(config, settings, progress=Progress())
@@ -307,8 +307,8 @@ def _draft_train(args: argparse.Namespace) -> int:
 def _draft_eval(args: argparse.Namespace) -> int:
     if not args.drafter or not args.data:
         raise ValueError("give MODEL, DRAFTER and --data FILE")
-    from limelight.drafting.trial import evaluate
     from limelight.progress import Progress
+    from limelight.training.trial import evaluate
 
     config = config_from(args, EngineConfig)
     found = evaluate(
@@ -322,7 +322,7 @@ def _tell_acceptance(
     args: argparse.Namespace, model: str, drafter: str, found: "dict[str, Acceptance]"
 ) -> int:
     from limelight.bench.record import record, save
-    from limelight.drafting.trial import rows, show
+    from limelight.training.trial import rows, show
 
     report = rows(found)
     show(report)

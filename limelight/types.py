@@ -309,6 +309,11 @@ class StepPlan:
     drafts: bool = False
 
     @property
+    def num_read(self) -> int:
+        """Tokens of all its sequences, those of this step among them."""
+        return sum(grant.start + grant.num_tokens for grant in self.grants)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it has and makes no drafts, and where each sequence stands is known."""
         return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)

@@ -17,15 +17,15 @@ import torch
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.config import EngineConfig
-from limelight.drafting.acceptance import total
-from limelight.drafting.course import Course, placement, prepare, run
-from limelight.drafting.loss import Loss, block_loss
-from limelight.drafting.settings import DraftSettings
-from limelight.drafting.trainer import Trainer
-from limelight.drafting.trial import rows, show
-from limelight.drafting.work import Work
 from limelight.models.dflash2_loader import load_drafter
 from limelight.progress import Progress
+from limelight.training.acceptance import total
+from limelight.training.course import Course, placement, prepare, run
+from limelight.training.loss import Loss, block_loss
+from limelight.training.settings import DraftSettings
+from limelight.training.trainer import Trainer
+from limelight.training.trial import rows, show
+from limelight.training.work import Work
 from nano.chat import FAMILIES, SHIPPED
 from nano.draft_lines import LOW_ENTROPY, lines
 from nano.spoilers import SPOILERS

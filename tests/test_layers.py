@@ -35,7 +35,7 @@ LEVELS = [
         "inspection",
         "quantize",
         "conversion",
-        "drafting",
+        "training",
         "demo_tools",
         "__main__",
     },

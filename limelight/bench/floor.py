@@ -15,7 +15,7 @@ from limelight.engine.startup import Started
 from limelight.models.layers import Experts
 from limelight.models.loader import Model
 from limelight.ops import Call, record_calls
-from limelight.runner.launched import DraftedLaunch, Launched
+from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
 from limelight.types import StepPlan
 
@@ -57,7 +57,7 @@ def calls_of_a_step(started: Started, prompts: list[list[int]]) -> list[Call]:
     last: list[Call] = []
     graphs = runner.graphs
 
-    def recorded(plan: StepPlan) -> Launched | DraftedLaunch:
+    def recorded(plan: StepPlan) -> Launched:
         with record_calls() as calls:
             launched = ModelRunner.launch(runner, plan)
         last[:] = calls

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine import pretended
 from limelight.engine.cost import StepCost
 from limelight.engine.drafting import Drafting
 from limelight.engine.memory import MemoryPlan, WeightKind, format_of
@@ -21,7 +22,7 @@ from limelight.progress import Progress
 from limelight.runner.drafted import MOST_ROWS_OF_A_GRAPH
 from limelight.runner.runner import ModelRunner
 from limelight.speculative import SpeculativeConfig
-from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan, StepTimes
+from limelight.types import Grant, SamplingParams, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 # Rows of logits at once, in bytes; drafts beyond are not verified.
@@ -186,15 +187,10 @@ class Timing:
         longest = self.plan.max_model_len - 1 - self.plan.ahead
         length = max(1, min(context // sequences, longest))
         counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
-        blocks = -(-self.plan.max_model_len // self.plan.block.size)
-        tables = [(0, [1] * blocks)] * len(self.plan.groups)
-        request = Request(
-            id="timing", prompt_token_ids=[0] * length, params=SamplingParams(temperature=0.0),
-            max_tokens=1, seed=0,
-        )  # fmt: skip
+        tables = pretended.tables(self.plan, length)
         self.runner.pretend(length)
         plan = StepPlan(
-            [Admission(slot, request, []) for slot in range(sequences)],
+            pretended.admit(sequences, length, SamplingParams(temperature=0.0)),
             [Grant(i, length, n, tables, True, n - 1) for i, n in enumerate(counts)],
             drafts=True,
         )

@@ -5,49 +5,24 @@ its budget: a budget that knew it would choose among drafts by what they are (`o
 """
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from limelight.engine.speculation import Decision, Load
+from limelight.engine.speculation import AllDrafts, Load, Speculation
 from limelight.stats import SpeculationStats
-from limelight.types import Grant, Sampled, StepPlan, StepTimes, Trim
+from limelight.types import Grant, Sampled, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 # Of so many verified drafts a drafter that fits its target gets more than this share accepted.
 TELLING, LEAST_ACCEPTED = 500, 0.02
 
 
-class Policy(Protocol):
-    """What decides: `Speculation`, or `AllDrafts`."""
-
-    def choose(self, load: Load) -> Decision: ...
-
-    def trim(self, budget: int) -> Trim | None: ...
-
-    def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None: ...
-
-    def settled(
-        self,
-        slots: Sequence[int],
-        odds_BN: np.ndarray,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-    ) -> None: ...
-
-    def timed(self, times: StepTimes) -> None: ...
-
-    def forget(self, slot: int) -> None: ...
-
-    def stats(self) -> SpeculationStats: ...
-
-
 class Drafting:
     """Asks a policy about every step, and tells it how the step went."""
 
-    def __init__(self, policy: Policy, *, synthetic: bool = False):
+    def __init__(self, policy: AllDrafts | Speculation, *, synthetic: bool = False):
         """With `synthetic` drafts stand at rates that were told, which the figures must say."""
         self.policy, self.synthetic = policy, synthetic
         self.times: StepTimes | None = None  # of the last step that has ended
@@ -67,7 +42,7 @@ class Drafting:
                 slots=[grant.slot for grant in sampling],
                 drafts=[grant.num_drafts for grant in sampling],
                 rows=sum(grant.num_tokens - grant.num_drafts for grant in plan.grants),
-                context=sum(grant.start + grant.num_tokens for grant in plan.grants),
+                context=plan.num_read,
             )
         )
         if self.untold:

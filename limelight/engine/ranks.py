@@ -21,7 +21,7 @@ from limelight.engine.memory import MemoryPlan
 from limelight.engine.pipes import Agreed, Facts, Sender, Start, Word, receive
 from limelight.parallel.group import join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
-from limelight.runner.launched import DraftedLaunch, Launched
+from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
 from limelight.types import DeviceLost, StepPlan
 
@@ -224,7 +224,7 @@ class LeadingRunner:
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
 
-    def launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
+    def launch(self, plan: StepPlan) -> Launched:
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
         data = msgspec.msgpack.encode(plan)

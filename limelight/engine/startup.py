@@ -289,31 +289,13 @@ def start_runner(
 
     All ranks run the same steps here, in the same order.
     """
-    device = found.device
+    device, drafter = found.device, found.drafter
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
     elif device.type == "cpu" and mesh.size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.size))
-    scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
     place = Placement(mesh, found.dtype, device)
-    model = load_model(
-        found.weights,
-        place,
-        config_folder=found.config,
-        stored=found.stored,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        progress=progress,
-    )
-    runner = ModelRunner(
-        model,
-        KVStorage(plan.groups, plan.block, plan.num_blocks, device, scales_L2=scales_L2),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        eos_token_ids=stop_tokens(found),
-        grammars=grammars,
-    )
-    drafter = found.drafter
+    runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
         dummy = drafter.config.load_format == "dummy"
         dummy_seed = config.seed if dummy else None
@@ -324,6 +306,34 @@ def start_runner(
     if drafter is None:
         return runner, None
     return runner, start_drafting(runner, drafter, plan, progress)
+
+
+def _load_runner(
+    config: EngineConfig,
+    found: Resolved,
+    plan: MemoryPlan,
+    place: Placement,
+    progress: Progress,
+    grammars: Mapping[str, "xgrammar.CompiledGrammar"],
+) -> ModelRunner:
+    scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
+    model = load_model(
+        found.weights,
+        place,
+        config_folder=found.config,
+        stored=found.stored,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        progress=progress,
+    )
+    return ModelRunner(
+        model,
+        KVStorage(plan.groups, plan.block, plan.num_blocks, found.device, scales_L2=scales_L2),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=stop_tokens(found),
+        grammars=grammars,
+    )
 
 
 def _start(

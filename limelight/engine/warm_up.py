@@ -1,11 +1,12 @@
 """Steps of every shape that serving has, run once at the start: no request pays for them."""
 
+from limelight.engine import pretended
 from limelight.engine.drafters import FoundDrafter
 from limelight.engine.memory import MemoryPlan
 from limelight.ops.paging import FEW_QUERIES
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
-from limelight.types import Admission, Grant, Request, SamplingParams, StepPlan
+from limelight.types import Grant, SamplingParams, StepPlan
 
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)
@@ -25,10 +26,7 @@ def warm_up(
     """
     longest = min(plan.chunk, plan.max_model_len - 1)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    request = Request(
-        id="warm-up", prompt_token_ids=[0] * (longest + 1), params=params, max_tokens=1, seed=0
-    )
-    admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+    admissions = pretended.admit(plan.max_num_seqs, longest + 1, params)
     steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
     kinds = (False,) if drafter is None else (True, False)  # with drafts and without
     with progress.phase("warming up", len(steps)) as advance:
@@ -48,15 +46,11 @@ def _warm_drafts(
     drafts, length = drafter.num_drafts, longest + 1
     if length + plan.ahead > plan.max_model_len:
         return
-    blocks = -(-plan.max_model_len // plan.block.size)
-    tables = [(0, [1] * blocks)] * len(plan.groups)
+    tables = pretended.tables(plan, length)
     most = max(1, min(plan.max_num_seqs, plan.chunk // (1 + drafts)))
     for temperature in (0.0, 1.0):
-        request = Request(
-            id="warm-up", prompt_token_ids=[0] * length, max_tokens=1, seed=0,
-            params=SamplingParams(temperature=temperature),
-        )  # fmt: skip
-        admissions = [Admission(slot, request, []) for slot in range(plan.max_num_seqs)]
+        params = SamplingParams(temperature=temperature)
+        admissions = pretended.admit(plan.max_num_seqs, length, params)
         for count in sorted({1, most}):
             grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]
             runner.pretend(length)
@@ -70,8 +64,7 @@ def _warm_drafts(
 def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:
     """Prompts of each size alone, from the `longest` down; then sequences that decode, and on a
     GPU also beside a prompt: such steps have attention kernels of their own."""
-    held = min(longest + 1 + plan.ahead, plan.max_model_len)
-    tables = [(0, [1] * (-(-held // plan.block.size)))] * len(plan.groups)
+    tables = pretended.tables(plan, longest)
 
     def decoding(count: int) -> list[Grant]:
         return [Grant(slot, longest, 1, tables, True) for slot in range(count)]

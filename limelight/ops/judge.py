@@ -68,23 +68,19 @@ def _shares(
 
 @triton.jit
 def _proposed(
-    ids, scores, d_Q, real_Q, first, V, warmth, greedy_below,
+    ids, scores, first, V, warmth, greedy_below,
     N: tl.constexpr, K: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """Ids and q of each draft's candidates [Q, K]; without scores the draft was certain."""
-    if ids is None:
-        id_QK, q_QK = d_Q[:, None], real_Q.to(tl.float64)[:, None]
-    else:
-        i, k = tl.arange(0, QB)[:, None], tl.arange(0, KB)[None, :]
-        at_QK = (first + i) * K + k
-        held = (i < N) & (k < K)
-        id_QK = tl.load(ids + at_QK, mask=held, other=-1)
-        score_QK = tl.load(scores + at_QK, mask=held, other=0.0)
-        q_QK = candidate_probs(score_QK, k, K, warmth, greedy_below, 1).to(tl.float64)
-        # The draft was one of these, whatever else might have come.
-        q_QK = tl.where((id_QK >= 0) & (id_QK < V), q_QK, 0.0)
-        q_QK = q_QK / tl.maximum(tl.sum(q_QK, axis=1, keep_dims=True), 1e-30)
-    return id_QK, q_QK
+    """Ids and q of each draft's candidates [Q, K]."""
+    i, k = tl.arange(0, QB)[:, None], tl.arange(0, KB)[None, :]
+    at_QK = (first + i) * K + k
+    held = (i < N) & (k < K)
+    id_QK = tl.load(ids + at_QK, mask=held, other=-1)
+    score_QK = tl.load(scores + at_QK, mask=held, other=0.0)
+    q_QK = candidate_probs(score_QK, k, K, warmth, greedy_below, 1).to(tl.float64)
+    # The draft was one of these, whatever else might have come.
+    q_QK = tl.where((id_QK >= 0) & (id_QK < V), q_QK, 0.0)
+    return id_QK, q_QK / tl.maximum(tl.sum(q_QK, axis=1, keep_dims=True), 1e-30)
 
 
 @triton.jit
@@ -200,9 +196,7 @@ def _judge_kernel(
     stands_Q = real_Q & (best_Q > float("-inf")) & (token_Q == d_Q)
     if SAMPLED:
         seed, position = tl.load(seeds + b), tl.load(positions + b).to(tl.int64)
-        id_QK, q_QK = _proposed(
-            ids, scores, d_Q, real_Q, b * N, V, warmth, greedy_below, N, K, QB, KB
-        )
+        id_QK, q_QK = _proposed(ids, scores, b * N, V, warmth, greedy_below, N, K, QB, KB)
         q_Q = tl.sum(tl.where(id_QK == d_Q[:, None], q_QK, 0.0), axis=1)
         _w_Q, p_Q = _shares(
             logits, piece_best, cut_R, last_R, row_Q, d_Q, real_Q, best_Q, total_Q, warmth, least,
@@ -246,13 +240,12 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted [B] and tokens [B, Q], int64, and best [B], FP32, as in `Verified`.
 
-    `sampling` is temperature, seed and position by sequence, without which a draft has to be its
-    row's best token, or the one in `drawn_R`.
+    `sampling` is temperature, seed and position by sequence, and `proposals` ids and scores of
+    candidates; without them a draft has to be its row's best token, or the one in `drawn_R`.
     """
     (sequences, drafts), device = drafts_BN.shape, logits_RV.device
-    ids_BNK, scores_BNK = proposals or (None, None)
-    candidates = 1 if ids_BNK is None else ids_BNK.shape[2]
-    _check(starts_B, drafts_BN, sampling, ids_BNK, scores_BNK)
+    candidates = 1 if proposals is None else proposals[0].shape[2]
+    _check(starts_B, drafts_BN, sampling, proposals)
     accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
     tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
     best_B = torch.empty(sequences, dtype=torch.float32, device=device)
@@ -260,7 +253,7 @@ def launch(
         count = pieces.count_of(logits_RV.shape[1])
         _judge_kernel[(sequences,)](
             logits_RV, starts_B, drafts_BN, drawn_R, *(sampling or (None, None, None)),
-            ids_BNK, scores_BNK, None if cuts is None else cuts.min_p_B,
+            *(proposals or (None, None)), None if cuts is None else cuts.min_p_B,
             *made.arguments, accepted_B, tokens_BQ, best_B,
             logits_RV.stride(0), logits_RV.shape[1], count, greedy_below,
             N=drafts, K=candidates, QB=triton.next_power_of_2(drafts + 1),
@@ -274,16 +267,17 @@ def _check(
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
     sampling: tuple[torch.Tensor, ...] | None,
-    ids_BNK: torch.Tensor | None,
-    scores_BNK: torch.Tensor | None,
+    proposals: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     sequences, drafts = drafts_BN.shape
     assert starts_B.shape == (sequences + 1,) and starts_B.is_contiguous()
     assert drafts_BN.dtype == torch.int64 and drafts_BN.is_contiguous()
+    assert (sampling is None) == (proposals is None)
     for x_B in sampling or ():
         assert x_B.shape == (sequences,) and x_B.is_contiguous()
     assert sampling is None or sampling[1].dtype == torch.int64
-    if ids_BNK is not None and scores_BNK is not None:
+    if proposals is not None:
+        ids_BNK, scores_BNK = proposals
         assert ids_BNK.shape == scores_BNK.shape and ids_BNK.shape[:2] == (sequences, drafts)
         assert ids_BNK.dtype == torch.int64 and scores_BNK.dtype == torch.float32
         assert ids_BNK.is_contiguous() and scores_BNK.is_contiguous()

@@ -7,9 +7,9 @@
               instead;  behind the last draft comes one of p itself
 
 p is the target's distribution under the sequence's temperature and cut-offs. q is the softmax of
-K candidates' scores at the same temperature and 0 for every other token, or wholly the draft's own
-where the drafter takes the best. A draft that q cannot have given is refused without a look at p,
-and p itself is drawn from: since that holds for any p, nothing is lost.
+K candidates' scores at the same temperature and 0 for every other token. A draft that q cannot have
+given is refused without a look at p, and p itself is drawn from: since that holds for any p,
+nothing is lost.
 
 A drafter's best token stands with the chance p(d) both ways, but what is `drawn` is also, token by
 token, the text without drafts: how many were verified, and when, leaves no trace. A drafter that
@@ -26,7 +26,7 @@ import torch
 
 from limelight.ops import judge, op, pieces
 from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
-from limelight.ops.pieces import Cuts as Cuts
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW, Places, draw, invert, probabilities
 
 NOTHING = -1  # in the place of a draft or a token
@@ -157,15 +157,15 @@ def verify_reference(
     seed_B: torch.Tensor,
     position_B: torch.Tensor,
     *,
-    proposals: Proposals | None = None,
+    proposals: Proposals,
     cuts: Cuts | None = None,
 ) -> Verified:
     """Rows of FP32 logits, processed but for temperature and cut-offs, against int64 drafts.
 
     Row i of sequence b is packed at `starts_B[b]` + i and stands for the token at `position_B[b]`
     + i, after i drafts. `starts_B` is [B + 1] and rises; drafts beyond a sequence's rows are not
-    looked at, nor rows behind the last sequence, and NOTHING is never accepted. Without proposals
-    the drafter took its best. Where nothing is drafted the token is the sampler's own.
+    looked at, nor rows behind the last sequence, and NOTHING is never accepted. Where nothing is
+    drafted the token is the sampler's own.
     """
     best_R, token_R = logits_RV.max(dim=-1)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
@@ -173,7 +173,7 @@ def verify_reference(
     each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
     probs_RV = probabilities(logits_RV, temperature_B[sequence_R], each_R)
     total_R = probs_RV.sum(dim=-1, dtype=torch.float64)
-    candidates = _candidates(drafts, proposals, temperature_B, logits_RV.shape[1])
+    candidates = _candidates(proposals, temperature_B, logits_RV.shape[1])
     at_BQ = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1] + 1, device=seed_B.device)
     u_BN = uniform(seed_B[:, None], at_BQ[:, :-1], stream=ACCEPT)
     possible_BN, stands_BN = _stand(drafts, candidates, probs_RV, total_R, u_BN)
@@ -233,12 +233,9 @@ def _at(of_BX: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
 
 
 def _candidates(
-    drafts: _Drafts, proposals: Proposals | None, temperature_B: torch.Tensor, vocabulary: int
+    proposals: Proposals, temperature_B: torch.Tensor, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and q of each draft's candidates [B, N, K], FP64."""
-    if proposals is None:
-        ids_BN1 = drafts.ids_BN[..., None]
-        return ids_BN1, torch.ones_like(ids_BN1, dtype=torch.float64)
     ids_BNK, scores_BNK = proposals.ids_BNK, proposals.scores_BNK
     temperature_BN = temperature_B[:, None].expand(scores_BNK.shape[:2])
     q_BNK = draft_probs(scores_BNK, temperature_BN).double()
@@ -324,15 +321,13 @@ def _launch_verify(
     seed_B: torch.Tensor,
     position_B: torch.Tensor,
     *,
-    proposals: Proposals | None = None,
+    proposals: Proposals,
     cuts: Cuts | None = None,
 ) -> Verified:
     made = pieces.launch(
         logits_RV, temperature_B, greedy_below=GREEDY_BELOW, starts_B=starts_B, cuts=cuts
     )
-    drawn_from = None
-    if proposals is not None:
-        drawn_from = (proposals.ids_BNK.contiguous(), proposals.scores_BNK.contiguous())
+    drawn_from = (proposals.ids_BNK.contiguous(), proposals.scores_BNK.contiguous())
     return Verified(
         *judge.launch(
             logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW,

@@ -13,10 +13,10 @@ from limelight.models.batch import Batch, Paged
 from limelight.models.loader import Model
 from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.pieces import Cuts
 from limelight.ops.trim import packed_starts, split
 from limelight.ops.verify import (
     NOTHING,
-    Cuts,
     Verified,
     packed_rows,
     verify_by,
@@ -35,13 +35,7 @@ from limelight.runner.inputs import (
     fill,
     lay_out,
 )
-from limelight.runner.launched import (
-    DraftedLaunch,
-    Judged,
-    Stopwatch,
-    end_of_launch,
-    on_its_way,
-)
+from limelight.runner.launched import Judged, Launched, Stopwatch
 from limelight.runner.sampler import Sampler
 from limelight.runner.verifier import Offer, Verifier
 from limelight.types import Grant, StepPlan, Trim
@@ -135,35 +129,37 @@ class DraftedSteps:
 
     def follow(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step without drafts; the drafter's cache gets its part of them."""
+        self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
+        return self._forward(tensors.tokens_T, batch)
+
+    def _forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The target's hidden states; what it leaves a drafter goes into the cache."""
         assert batch.paged is not None
         taps = Taps(self.drafter.model.config.taps)
-        hidden_TD = self.model(tensors.tokens_T, batch, taps)
+        hidden_TD = self.model(tokens_T, batch, taps)
         paged = self.drafter.paged(batch.paged.layouts)
-        self.drafter.fill(taps.joined(), tensors.positions_T, paged)
-        self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
+        self.drafter.model.fill(taps.joined(), batch.positions_T, paged)
         return hidden_TD
 
     def launch(
         self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]
-    ) -> tuple[DraftedLaunch, torch.Tensor]:
+    ) -> tuple[Launched, torch.Tensor]:
         """Start a step of `grants`, those with few queries first; also the hidden states of its
         rows. `known` are the tokens of each slot that the host knows."""
         extent = self._extent(plan, grants)
-        launched = DraftedLaunch(plan, grants)
-        context = sum(grant.start + grant.num_tokens for grant in grants)
-        watch = Stopwatch(self.device, extent.rows, context)
+        launched = Launched(plan, grants, self.device)
+        watch = Stopwatch(self.device, rows=extent.rows, context=plan.num_read)
         hidden_TD = self._verify(launched, extent, known)
         watch.mark()
         sampling = [grant for grant in grants if grant.samples]
         if plan.drafts and sampling:
-            launched.odds_PN = on_its_way(self._draft(sampling))
+            launched.odds_PN = self._draft(sampling)
             watch.drafted(len(sampling))
         launched.times = watch
-        launched.done = end_of_launch(self.device)
-        return launched, hidden_TD
+        return launched.end(), hidden_TD
 
     def _verify(
-        self, launched: DraftedLaunch, extent: Extent, known: Mapping[int, list[int]]
+        self, launched: Launched, extent: Extent, known: Mapping[int, list[int]]
     ) -> torch.Tensor:
         """The target's part of a step; the hidden states, of no rows where a graph kept them."""
         grants, trim = launched.order, launched.plan.trim
@@ -174,12 +170,12 @@ class DraftedSteps:
             size = self.graphs.size_for(extent.rows)
         if self.graphs is not None and size is not None:
             self._send(trim, grants, self._extent_of_graph(size), known)
-            launched.judged = self.graphs.replay(size).on_its_way()
+            launched.judged = self.graphs.replay(size)
             return self.drafter.scores_SNK.new_empty(0)
         tensors = self._send(trim, grants, extent, known)
         hidden_TD, logits_RV, rows = self.run(tensors, extent)
         if on_device:
-            launched.judged = self.judge(logits_RV, rows, tensors, extent).on_its_way()
+            launched.judged = self.judge(logits_RV, rows, tensors, extent)
         else:
             self._judge_by_rules(launched, logits_RV, rows, tensors)
         return hidden_TD
@@ -244,7 +240,7 @@ class DraftedSteps:
 
     def _judge_by_rules(
         self,
-        launched: DraftedLaunch,
+        launched: Launched,
         logits_RV: torch.Tensor,
         rows: Rows,
         tensors: DraftedTensors,
@@ -306,11 +302,8 @@ class DraftedSteps:
             slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
             busy=-(-extent.rows // extent.bounds[0]),
         )  # fmt: skip
-        first = self.drafter.first
-        paged = Paged(layouts, self.storage.group_of_layer[:first], self.storage.caches[:first])
-        taps = Taps(self.drafter.model.config.taps)
-        hidden_TD = self.model(rows.tokens_T, Batch(rows.positions_T, paged), taps)
-        self.drafter.fill(taps.joined(), rows.positions_T, self.drafter.paged(layouts))
+        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        hidden_TD = self._forward(rows.tokens_T, Batch(rows.positions_T, paged))
         picked = rows.picked_R
         logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
         return hidden_TD, logits_RV, rows
@@ -337,7 +330,7 @@ class DraftedSteps:
                 rows.firsts_B + tensors.bases_B,
             )  # fmt: skip
         self._stand(rows_B, rows, tensors, verified)
-        return Judged(verified.tokens_BQ, verified.accepted_B, rows.kept_B, verified.best_B)
+        return Judged(verified.tokens_BQ, verified.best_B, rows.kept_B, verified.accepted_B)
 
     def _stand(
         self, rows_B: torch.Tensor, rows: Rows, tensors: DraftedTensors, verified: Verified

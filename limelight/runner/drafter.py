@@ -71,10 +71,6 @@ class Drafter:
         """Those by which the drafts that wait stand; None if they stand by what they are."""
         return None if self.synthetic is None else self.odds_SN[rows_B]
 
-    def fill(self, taps_TF: torch.Tensor, positions_T: torch.Tensor, paged: Paged) -> None:
-        """Keys and values of rows that the target has run."""
-        self.model.fill(taps_TF, positions_T, paged)
-
     def draft(
         self, rows_B: torch.Tensor, seeds_B: torch.Tensor, temperature_B: torch.Tensor
     ) -> torch.Tensor:

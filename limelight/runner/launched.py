@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from limelight.runner.sampler import NOT_NUMBERS, Choice
-from limelight.runner.verifier import Run
+from limelight.runner.sampler import NOT_NUMBERS, Run
 from limelight.types import (
     DeviceLost,
     Grant,
@@ -44,33 +43,61 @@ def on_its_way(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def end_of_launch(device: torch.device) -> torch.cuda.Event | None:
-    """When all that was launched up to here has run; None if it has."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the device made of B sequences: tokens, best logits, and of drafts how many there were
+    and how many stood. Rows behind the sequences are padding."""
+
+    tokens_BQ: torch.Tensor
+    best_B: torch.Tensor
+    kept_B: torch.Tensor | None = None
+    accepted_B: torch.Tensor | None = None
+
+    def on_its_way(self) -> "Judged":
+        """The same for the host, there once the step has run."""
+        each = (self.kept_B, self.accepted_B)
+        drafts = (None if x_B is None else on_its_way(x_B) for x_B in each)
+        return Judged(on_its_way(self.tokens_BQ), on_its_way(self.best_B), *drafts)
+
+    def runs(self, count: int) -> list[Run]:
+        """Of the first sequences, once all is there."""
+        drafts = [
+            [0] * count if x_B is None else x_B[:count].tolist()
+            for x_B in (self.kept_B, self.accepted_B)
+        ]
+        rows = (x[:count].tolist() for x in (self.tokens_BQ, self.best_B))
+        return [_run(*row) for row in zip(*rows, *drafts, strict=True)]
+
+
+def _run(tokens: list[int], best: float, kept: int, accepted: int) -> Run:
+    """Without the last token if its logits are no numbers."""
+    if best != best:
+        return Run(tokens[:accepted], kept, accepted, error=NOT_NUMBERS)
+    return Run(tokens[: accepted + 1], kept, accepted)
 
 
 @dataclass(slots=True)
 class Launched:
     """A step that may still run on the device; `result` waits for it."""
 
-    grants: list[Grant]
-    slots: list[int]  # of the rows that sample, in their order
+    plan: StepPlan
+    order: list[Grant]  # of the sequences, as they lie in `judged`
     device: torch.device
-    choices: list[Choice] | None = None  # of these rows, where the host chose
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by slot
-    tokens_R: torch.Tensor | None = None  # where the device did, on the host once `done`
-    best_R: torch.Tensor | None = None
+    runs: dict[int, Run] = field(default_factory=dict)  # by slot, where the host chose
+    judged: Judged | None = None  # where the device did
+    odds_PN: torch.Tensor | None = None  # of new drafts, for those of `order` that sample
     times: "Stopwatch | None" = None
     done: torch.cuda.Event | None = None
 
-    def fetch(self, tokens_R: torch.Tensor, best_R: torch.Tensor) -> "Launched":
-        """Send what the device chose on its way to the host; rows beyond `slots` are padding."""
-        self.tokens_R, self.best_R = (on_its_way(x[: len(self.slots)]) for x in (tokens_R, best_R))
-        self.done = end_of_launch(self.device)
+    def end(self) -> "Launched":
+        """Nothing more is launched: what the device made is on its way to the host."""
+        self.judged = None if self.judged is None else self.judged.on_its_way()
+        self.odds_PN = None if self.odds_PN is None else on_its_way(self.odds_PN)
+        waits = (self.judged, self.odds_PN, self.times) != (None, None, None)
+        if waits and self.device.type == "cuda":
+            self.done = torch.cuda.Event()
+            self.done.record()
         return self
 
     def result(self) -> StepResult:
@@ -78,128 +105,39 @@ class Launched:
         with device_faults(self.device):
             if self.done is not None:
                 self.done.synchronize()
-        choices = dict(zip(self.slots, self._choices(), strict=True))
-        sampled = [self._sampled(grant, choices.get(grant.slot)) for grant in self.grants]
+        sampling = [grant.slot for grant in self.order if grant.samples]
+        if self.judged is not None:
+            runs = zip(self.order, self.judged.runs(len(self.order)), strict=True)
+            self.runs = {grant.slot: run for grant, run in runs if grant.samples}
+        odds = [None] * len(sampling) if self.odds_PN is None else self.odds_PN.tolist()
+        odds_of = dict(zip(sampling, odds, strict=True))
+        sampled = [self._sampled(grant, odds_of.get(grant.slot)) for grant in self.plan.grants]
         return StepResult(sampled, None if self.times is None else self.times.read())
 
-    def _choices(self) -> list[Choice]:
-        if self.choices is not None:
-            return self.choices
-        if self.tokens_R is None or self.best_R is None:
-            return []
-        return [
-            Choice(token, error=None if best == best else NOT_NUMBERS)
-            for token, best in zip(self.tokens_R.tolist(), self.best_R.tolist(), strict=True)
-        ]
-
-    def _sampled(self, grant: Grant, choice: Choice | None) -> Sampled:
-        prompt_logprobs = self.prompt_logprobs.get(grant.slot)
-        if choice is None:
-            return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
-        return Sampled(
-            slot=grant.slot,
-            token_ids=[choice.token_id] if choice.has_token else [],
-            logprobs=[choice.logprobs] if choice.logprobs else None,
-            prompt_logprobs=prompt_logprobs,
-            error=choice.error,
-            refused=choice.refused,
-            is_whole=choice.is_whole,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What the device made of B sequences, on its way to the host once `done`."""
-
-    tokens_BQ: torch.Tensor
-    accepted_B: torch.Tensor
-    kept_B: torch.Tensor
-    best_B: torch.Tensor
-
-    def on_its_way(self) -> "Judged":
-        """The same for the host, there once the step has run."""
-        parts = (self.tokens_BQ, self.accepted_B, self.kept_B, self.best_B)
-        return Judged(*(on_its_way(part) for part in parts))
-
-
-@dataclass(slots=True)
-class DraftedLaunch:
-    """A step with drafts that may still run on the device; `result` waits for it."""
-
-    plan: StepPlan
-    order: list[Grant]  # as the step's sequences lie
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    runs: dict[int, Run] = field(default_factory=dict)  # by slot, where the host chose
-    judged: Judged | None = None
-    odds_PN: torch.Tensor | None = None  # of those that sample, in order
-    times: "Stopwatch | None" = None
-    done: torch.cuda.Event | None = None
-
-    def result(self) -> StepResult:
-        """One `Sampled` for each grant, in the plan's order."""
-        if self.done is not None:
-            with device_faults(torch.device("cuda")):
-                self.done.synchronize()
-        runs = self.runs if self.judged is None else self._runs(self.judged)
-        odds: dict[int, list[float]] = {}
-        if self.odds_PN is not None:
-            sampling = [grant.slot for grant in self.order if grant.samples]
-            odds = dict(zip(sampling, self.odds_PN.tolist(), strict=True))
-        sampled = [self._sampled(grant, runs.get(grant.slot), odds) for grant in self.plan.grants]
-        return StepResult(sampled, None if self.times is None else self.times.read())
-
-    def _runs(self, judged: Judged) -> dict[int, Run]:
-        columns = (judged.tokens_BQ, judged.accepted_B, judged.kept_B, judged.best_B)
-        rows = zip(self.order, *(column.tolist() for column in columns), strict=False)
-        return {
-            grant.slot: _run(tokens, accepted, kept, best)
-            for grant, tokens, accepted, kept, best in rows
-            if grant.samples
-        }
-
-    def _sampled(self, grant: Grant, run: Run | None, odds: dict[int, list[float]]) -> Sampled:
-        prompt_logprobs = self.prompt_logprobs.get(grant.slot)
-        if run is None:
-            return Sampled(grant.slot, [], prompt_logprobs=prompt_logprobs)
+    def _sampled(self, grant: Grant, odds: list[float] | None) -> Sampled:
+        run = self.runs.get(grant.slot) or Run([])
         return Sampled(
             slot=grant.slot,
             token_ids=run.token_ids,
             logprobs=run.logprobs or None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs.get(grant.slot),
             error=run.error,
             refused=run.refused,
             is_whole=run.is_whole,
             num_verified=run.verified,
             num_accepted=run.accepted,
-            odds=odds.get(grant.slot),
+            odds=odds,
         )
-
-
-def _run(tokens: list[int], accepted: int, kept: int, best: float) -> Run:
-    """Of a sequence that the device judged; without the last token if its logits are no numbers."""
-    if best != best:
-        return Run(tokens[:accepted], verified=kept, accepted=accepted, error=NOT_NUMBERS)
-    return Run(tokens[: accepted + 1], verified=kept, accepted=accepted)
 
 
 class Stopwatch:
     """Times the two parts of a step where they run."""
 
-    def __init__(self, device: torch.device, rows: int, context: int):
-        self.on_gpu, self.rows, self.context, self.sequences = (
-            device.type == "cuda",
-            rows,
-            context,
-            0,
-        )
+    def __init__(self, device: torch.device, *, rows: int, context: int):
+        self.on_gpu = device.type == "cuda"
+        self.rows, self.context, self.sequences = rows, context, 0
         self.marks: list[float | torch.cuda.Event] = []
         self.mark()
-
-    @classmethod
-    def of_step(cls, grants: list[Grant], device: torch.device) -> "Stopwatch":
-        """Started for a step without drafts."""
-        rows = sum(grant.num_tokens for grant in grants)
-        return cls(device, rows, sum(grant.start for grant in grants) + rows)
 
     def drafted(self, sequences: int) -> None:
         """The end of a second part, which drafts for so many."""

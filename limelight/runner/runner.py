@@ -22,14 +22,8 @@ from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, lay_out
-from limelight.runner.launched import (
-    DraftedLaunch,
-    Launched,
-    Stopwatch,
-    device_faults,
-    end_of_launch,
-)
-from limelight.runner.sampler import NO_GRAMMARS, Choice, Sampler, token_logprobs
+from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
+from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
 from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -64,6 +58,7 @@ class ModelRunner:
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
         self.block_size, self.max_model_len = storage.shape.size, max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.tables = BlockTables(
             groups=len(storage.groups),
             slots=max_num_seqs,
@@ -85,11 +80,8 @@ class ModelRunner:
             grammars=grammars,
             chooses=self.mesh.rank == 0,
         )
-        self.graphs: Graphs[StepTensors, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
-        self.limits = {
-            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens
-        }  # fmt: skip
 
     def draft_by(
         self,
@@ -105,43 +97,47 @@ class ModelRunner:
             num_drafts=num_drafts, max_model_len=self.max_model_len, draws=draws,
             synthetic=synthetic,
         )  # fmt: skip
-        self.drafted = DraftedSteps(self.model, drafter, self.sampler, **self.limits)
+        self.drafted = DraftedSteps(
+            self.model, drafter, self.sampler,
+            max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,
+        )  # fmt: skip
         return drafter
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""
         return self.launch(plan).result()
 
-    def launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
+    def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
         with device_faults(self.device), torch.inference_mode():
             return self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> Launched | DraftedLaunch:
+    def _launch(self, plan: StepPlan) -> Launched:
         for admission in plan.admissions:
             self._admit(admission)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
         if self.drafted is None:
-            return self._launch_plain(plan, grants)
+            return self._launch_plain(plan, grants).end()
         if not plan.is_plain:
             return self._launch_drafted(self.drafted, plan, grants)
-        watch = Stopwatch.of_step(grants, self.device)
+        watch = Stopwatch(self.device, rows=plan.num_tokens, context=plan.num_read)
         launched = self._launch_plain(plan, grants)
         watch.mark()
-        launched.times, launched.done = watch, end_of_launch(self.device)
-        return launched
+        launched.times = watch
+        return launched.end()
 
     def _launch_plain(self, plan: StepPlan, grants: list[Grant]) -> Launched:
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
-        launched = Launched(plan.grants, [grant.slot for grant in sampling], self.device)
+        launched = Launched(plan, sampling, self.device)
         on_device = all(rule.on_device for rule in rules)
         if on_device and (padded := self._graph_size(grants)) is not None:
             assert self.graphs is not None
             self._send((padded,) * 3, grants, sampling)
-            return launched.fetch(*self.graphs.replay(padded))
+            launched.judged = self.graphs.replay(padded)
+            return launched
         tokens = sum(grant.num_tokens for grant in grants)
         tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
         hidden_TD = self._forward(tensors, grants)
@@ -151,20 +147,22 @@ class ModelRunner:
         logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
         if on_device:
             cuts = any(rule.truncated for rule in rules)
-            return launched.fetch(*self._draw(logits_RV, tensors, cuts=cuts))
-        positions = [grant.start + grant.num_tokens for grant in sampling]
+            launched.judged = self._draw(logits_RV, tensors, cuts=cuts)
+            return launched
+        slots = [grant.slot for grant in sampling]
+        runs = [Run([])] * len(slots)
         if self.sampler.chooses:
-            launched.choices = self.sampler.choose(logits_RV, launched.slots, positions)
-        else:
-            launched.choices = [Choice(0)] * len(sampling)  # the first rank's are taken below
-        chosen = [choice.token_id for choice in launched.choices]
+            positions = [grant.start + grant.num_tokens for grant in sampling]
+            runs = self.sampler.choose(logits_RV, slots, positions)
+        launched.runs = dict(zip(slots, runs, strict=True))
+        chosen = [run.token_ids[0] if run.token_ids else 0 for run in runs]
         chosen_R = from_first(torch.tensor(chosen, device=self.device), self.mesh)
         self.last_tokens[tensors.sample_slots_R] = chosen_R
         return launched
 
     def _launch_drafted(
         self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
-    ) -> DraftedLaunch:
+    ) -> Launched:
         known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
         # Those whose tokens only the device knows come first of all.
         grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
@@ -196,8 +194,8 @@ class ModelRunner:
         self.slots.clear()
         self.sampler.rules.clear()
 
-    def decode(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step of one token for each sequence, all on the device: tokens and best logits [R]."""
+    def decode(self, tensors: StepTensors) -> Judged:
+        """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
         return self._draw(self.model.logits(self._run(tensors, batch)), tensors, cuts=True)
 
@@ -279,14 +277,13 @@ class ModelRunner:
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
         return self._run(tensors, self._batch(tensors, few=few, bounds=bounds))
 
-    def _draw(
-        self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
         """Each row's token, kept as the last of its slot, and its best logit."""
         into = (self.last_tokens, tensors.sample_slots_R)
         numbers = (tensors.temperature_R, tensors.uniform_R)
         cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
-        return sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
+        token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
+        return Judged(token_R[:, None], best_R)
 
     def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.

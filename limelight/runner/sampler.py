@@ -146,23 +146,21 @@ class Rules:
             self.history.counts_V[token_id] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What one row gave: a token, its log-probabilities if asked for, or why there is none.
+@dataclass(slots=True)
+class Run:
+    """What a sequence got in one step: the drafts that stood and the token behind them, if any.
 
     `error` tells what failed, and `refused` what is wrong with the request. `is_whole`: no token
     may follow, and the constraint asks for none.
     """
 
-    token_id: int
-    logprobs: TokenLogprobs | None = None
+    token_ids: list[int]
+    verified: int = 0
+    accepted: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
     refused: str | None = None
     is_whole: bool = False
-
-    @property
-    def has_token(self) -> bool:
-        return self.error is None and self.refused is None and not self.is_whole
 
 
 class Sampler:
@@ -224,9 +222,7 @@ class Sampler:
         ).to(self.device, torch.float32)
         return History(self._members(request.prompt_token_ids), counts_V)
 
-    def choose(
-        self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]
-    ) -> list[Choice]:
+    def choose(self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]) -> list[Run]:
         """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
         rules = [self.rules[slot] for slot in slots]
         processed_RV = self.processed(logits_RV, rules)
@@ -246,19 +242,19 @@ class Sampler:
 
     def settle(
         self, rule: Rules, best: float, token_id: int, logprobs: TokenLogprobs | None = None
-    ) -> Choice:
+    ) -> Run:
         """What comes of the token that was chosen where the largest logit is `best`."""
         if best != best:
-            return Choice(0, error=NOT_NUMBERS)
+            return Run([], error=NOT_NUMBERS)
         guide = rule.guide
         if best == float("-inf"):
             if guide is not None and guide.is_whole:
-                return Choice(0, is_whole=True)
-            return Choice(0, refused=(guide and guide.refused) or "no token is allowed here")
+                return Run([], is_whole=True)
+            return Run([], refused=(guide and guide.refused) or "no token is allowed here")
         rule.record(token_id)
         if guide is not None and guide.refused is not None:
-            return Choice(0, refused=guide.refused)
-        return Choice(token_id, logprobs)
+            return Run([], refused=guide.refused)
+        return Run([token_id], logprobs=[] if logprobs is None else [logprobs])
 
     def processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
         """Logits as each row's rule leaves them; the same tensor if all leave them alone."""

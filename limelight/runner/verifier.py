@@ -4,7 +4,7 @@ Row i of a sequence is judged as if the i drafts before it were output. Drafts t
 not let follow are taken out before they are judged, with all behind them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,25 +16,7 @@ from limelight.ops.verify import (
     verify_by_odds,
     verify_greedy,
 )
-from limelight.runner.sampler import Rules, Sampler, token_logprobs
-from limelight.types import TokenLogprobs
-
-
-@dataclass(slots=True)
-class Run:
-    """What a sequence got in one step: the drafts that stood and the token behind them.
-
-    `error` tells what failed, and `refused` what is wrong with the request. `is_whole`: no token
-    may follow the drafts, and the constraint asks for none.
-    """
-
-    token_ids: list[int]
-    verified: int = 0
-    accepted: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: str | None = None
-    refused: str | None = None
-    is_whole: bool = False
+from limelight.runner.sampler import Rules, Run, Sampler, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +138,13 @@ class Verifier:
             rule.record(token_id)
         if rule.guide is not None and tried.guide is not None and rule.guide.refused is None:
             rule.guide.refused = tried.guide.refused
-        choice = self.sampler.settle(rule, best, last)
-        if choice.has_token:
+        found = self.sampler.settle(rule, best, last)
+        if found.token_ids:
             return run
         if stood:
             return Run(stood, run.verified, len(stood) - 1)
-        return Run(
-            [], run.verified, 0,
-            error=choice.error, refused=choice.refused, is_whole=choice.is_whole,
-        )  # fmt: skip
+        found.verified = run.verified
+        return found
 
     def _report(self, logits_RV: torch.Tensor, offers: list[Offer], runs: dict[int, Run]) -> None:
         """Log-probabilities of the tokens of those who asked for them."""

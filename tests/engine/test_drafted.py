@@ -5,39 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafted import Whim, inject, knowing, start_drafted, write_drafter
+from drafted import Whim, inject, knowing, start_drafted
 from safetensors.torch import load_file, save_file
-from tiny import prompts, request, run, start, write_checkpoint
+from tiny import prompts, request, run, start
 
 from limelight.engine.drafting import Drafting
 
 NEAR = 1e-4
-
-
-@pytest.fixture(scope="module", params=["flint", "beam"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(path, request.param)
-    return path
-
-
-@pytest.fixture(scope="module")
-def flint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("flint")
-    write_checkpoint(path, "flint")
-    return path
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    write_drafter(path)
-    return path
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def overlap(request):
-    return request.param
 
 
 def compare(engine, plain, asked, *, right=0.7, seed=0):

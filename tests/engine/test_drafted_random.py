@@ -9,31 +9,16 @@ from drafted import (
     inject,
     knowing,
     start_drafted,
-    write_drafter,
     write_drafter_for,
 )
 from test_constraints import Small
 from test_drafted import PARAMETERS
-from tiny import Answer, prompts, request, run, start, write_checkpoint
+from tiny import Answer, prompts, request, run, start
 
 from limelight.engine.drafting import Drafting
 
 VOCABULARY = 4096
 NEAR = 1e-3
-
-
-@pytest.fixture(scope="module", params=["flint", "beam"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(path, request.param)
-    return path
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    write_drafter(path)
-    return path
 
 
 def serve(engine, asked, fillers, rng):

@@ -13,13 +13,6 @@ from limelight.engine.engine import Engine
 NEAR = 1e-4
 
 
-@pytest.fixture(scope="module", params=["flint", "beam"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(path, request.param)
-    return path
-
-
 def alone(folder, one) -> Answer:
     """The answer of an idle engine without a prefix cache."""
     engine = start(folder, enable_prefix_caching=False, max_num_seqs=2)
@@ -57,11 +50,6 @@ class Traffic:
         while self.engine.has_work:
             self.step()
         assert self.engine.stats().cache_usage == 0.0
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
-def overlap(request):
-    return request.param
 
 
 def test_reused_blocks_never_show_another_texts_keys(folder, overlap):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from drafting import (
+from machine import (
     Machine,
     Traffic,
     make,

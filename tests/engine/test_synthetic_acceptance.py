@@ -4,7 +4,7 @@ import math
 
 import pytest
 from drafted import start_drafted, write_drafter
-from drafting import Machine
+from machine import Machine
 from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight.engine.drafters import Timing

@@ -1,7 +1,7 @@
 """What an engine runs before it serves."""
 
 import pytest
-from tiny import write_checkpoint
+from tiny import prompts, request, run, write_checkpoint
 
 from limelight.config import EngineConfig
 from limelight.engine import warm_up
@@ -66,3 +66,18 @@ def test_the_steps_that_warm_a_gpu_up_keep_to_the_limits_and_run(
     start_engine(config, Progress(quiet=True))
     assert max(seqs for seqs, _ in sizes) == max_num_seqs
     assert max(tokens for _, tokens in sizes) <= max(batched, max_num_seqs)
+
+
+def test_the_null_block_stays_zero_where_drafts_are_warmed_and_served(flint, drafter):
+    config = EngineConfig(
+        model=str(flint), device="cpu", max_num_seqs=4, max_model_len=256,
+        speculative_config={"model": str(drafter), "num_speculative_tokens": 7},
+    )  # fmt: skip
+    started = start_engine(config, Progress(quiet=True))
+    runner, found = started.engine.runner, resolve(config).drafter
+    before = runner.storage.pool.clone()
+    warm_up._warm_drafts(runner, found, started.plan, longest=100)
+    assert not runner.storage.pool.equal(before)
+    runner.forget()
+    run(started.engine, [request(text, max_tokens=20) for text in prompts(20, 30, 61)])
+    assert not runner.storage.pool[:, :, :, : runner.block_size].any()

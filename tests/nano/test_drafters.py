@@ -6,12 +6,12 @@ import pytest
 
 from limelight.checkpoint import BUNDLED_DRAFTERS, locate
 from limelight.config import EngineConfig
-from limelight.drafting.acceptance import measure, total
-from limelight.drafting.answers import collect, questions
-from limelight.drafting.course import load_target, placement, read_lines
 from limelight.engine.startup import resolve
 from limelight.models.dflash2_loader import load_drafter
 from limelight.progress import Progress
+from limelight.training.acceptance import measure, total
+from limelight.training.answers import collect, questions
+from limelight.training.course import load_target, placement, read_lines
 from nano.chat import FAMILIES
 from nano.draft_lines import lines
 from nano.spoilers import SPOILERS

@@ -7,15 +7,16 @@ from walks import BEGIN, BEGIN_BADLY, CRITICAL, TARGET, Walk, chi_square, counte
 
 from limelight.ops import verify as module
 from limelight.ops.noise import ACCEPT, DRAFT, PLAIN, RESIDUAL, uniform
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import invert
 from limelight.ops.trim import log_odds, split, survival
 from limelight.ops.verify import (
     NOTHING,
-    Cuts,
     Proposals,
     draft_probs,
     packed_rows,
     verify,
+    verify_by,
     verify_greedy,
 )
 
@@ -117,9 +118,9 @@ def shares(logits_V, proposals, draft_B, *, temperature=1.0, cuts=None) -> torch
     """Counts of the first token behind one draft each."""
     batch = len(draft_B)
     logits_RV = logits_V.expand(2 * batch, -1)
-    result = verify(
-        logits_RV, torch.arange(batch + 1) * 2, draft_B[:, None], torch.full((batch,), temperature),
-        torch.arange(batch), torch.full((batch,), 5), proposals=proposals, cuts=cuts,
+    result = verify_by(
+        proposals, logits_RV, torch.arange(batch + 1) * 2, draft_B[:, None],
+        torch.full((batch,), temperature), torch.arange(batch), torch.full((batch,), 5), cuts=cuts,
     )  # fmt: skip
     return counted(result.tokens_BQ[:, 0], len(logits_V))
 
@@ -252,13 +253,19 @@ def test_a_result_does_not_depend_on_neighbours_or_padding():
     assert int(together.accepted_B.sum()) > 0
 
 
+CERTAIN = Proposals(torch.tensor([[[1], [0]]]), torch.zeros(1, 2, 1))
+
+
+@pytest.mark.parametrize("proposals", [CERTAIN, None], ids=["drawn", "best"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_a_row_without_numbers_or_allowed_tokens_is_told_and_ends_the_step(bad, temperature):
+def test_a_row_without_numbers_or_allowed_tokens_is_told_and_ends_the_step(
+    bad, temperature, proposals
+):
     logits_RV = torch.tensor([[0.0, 200.0, 0.0], [bad, bad, bad], [200.0, 0.0, 0.0]])
-    result = verify(
-        logits_RV, torch.tensor([0, 3]), torch.tensor([[1, 0]]), torch.tensor([temperature]),
-        torch.tensor([3]), torch.tensor([8]),
+    result = verify_by(
+        proposals, logits_RV, torch.tensor([0, 3]), torch.tensor([[1, 0]]),
+        torch.tensor([temperature]), torch.tensor([3]), torch.tensor([8]), cuts=None,
     )  # fmt: skip
     assert result.accepted_B.tolist() == [1] and result.tokens_BQ[0, 0] == 1
     assert str(float(result.best_B[0])) == str(bad) and result.tokens_BQ[0, 2] == NOTHING
@@ -287,7 +294,7 @@ def test_nothing_waits_for_the_device(num_drafts):
     rest = (temperature_B, seed_B, position_B)
     with Waits():
         for proposals in (None, Proposals(scores_BNK.long(), scores_BNK)):
-            result = verify(logits_RV, starts_B, drafts_BN, *rest, proposals=proposals, cuts=cuts)
+            result = verify_by(proposals, logits_RV, starts_B, drafts_BN, *rest, cuts=cuts)
             assert result.tokens_BQ.shape == (batch, num_drafts + 1)
         assert verify_greedy(logits_RV, starts_B, drafts_BN).accepted_B.shape == (batch,)
         survival_BN = survival(log_odds(scores_BNK, temperature_B), temperature_B[0], 0.1)

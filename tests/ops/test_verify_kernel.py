@@ -42,24 +42,21 @@ def compile_cases() -> list[Case]:
         starts, drafted = integer(batch + 1, dtype=torch.int32), integer(batch, drafts)
         if candidates is None:
             return verify_greedy.kernel(logits, starts, drafted)
-        if candidates < 0:
-            return verify_drawn.kernel(
-                logits, starts, drafted, number(batch), integer(batch), integer(batch)
-            )
+        sampling = number(batch), integer(batch), integer(batch)
+        cut = Cuts(number(batch), number(batch), number(batch)) if cuts else None
+        if candidates == 0:
+            return verify_drawn.kernel(logits, starts, drafted, *sampling, cuts=cut)
         shape = (batch, drafts, candidates)
-        return verify.kernel(
-            logits, starts, drafted, number(batch), integer(batch), integer(batch),
-            proposals=Proposals(integer(*shape), number(*shape)) if candidates else None,
-            cuts=Cuts(number(batch), number(batch), number(batch)) if cuts else None,
-        )  # fmt: skip
+        proposals = Proposals(integer(*shape), number(*shape))
+        return verify.kernel(logits, starts, drafted, *sampling, proposals=proposals, cuts=cut)
 
     return [
         Case("greedy", lambda: call(1, 7, None, False), decode=True),
-        Case("as the sampler draws", lambda: call(64, 7, -1, False), decode=True),
+        Case("as the sampler draws", lambda: call(64, 7, 0, False), decode=True),
         Case("drawn", lambda: call(64, 7, 16, False), decode=True),
         Case("drawn, cut", lambda: call(64, 7, 16, True)),
-        Case("best, cut", lambda: call(3, 15, 0, True)),
-        Case("no drafts", lambda: call(3, 0, 0, False), decode=True),
+        Case("as the sampler draws, cut", lambda: call(3, 15, 0, True)),
+        Case("no drafts", lambda: call(3, 0, 16, False), decode=True),
         Case("numbers", lambda: noise.draft_uniform.kernel(integers(64), integers(64), drafts=7)),
     ]
 
@@ -154,21 +151,17 @@ def assert_same(mine: Verified, theirs: Verified) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "best"])
 @pytest.mark.parametrize("vocabulary", SIZES, ids="V{}".format)
-def test_drafts_stand_and_fall_as_in_the_reference(vocabulary, sampled, cut, device):
+def test_drafts_stand_and_fall_as_in_the_reference(vocabulary, cut, device):
     batch = Batch.random(16, 3, vocabulary, device, seed=vocabulary)
-    options = {
-        "proposals": batch.proposals if sampled else None,
-        "cuts": batch.cuts(vocabulary) if cut else None,
-    }
+    options = {"proposals": batch.proposals, "cuts": batch.cuts(vocabulary) if cut else None}
     theirs = verify.reference(*batch.arguments, **options)
     assert 0 < theirs.accepted_B.sum() < (batch.starts_B.diff() - 1).clamp(min=0).sum()
     assert_same(verify.kernel(*batch.arguments, **options), theirs)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("vocabulary", SIZES[:2], ids="V{}".format)
+@pytest.mark.parametrize("vocabulary", SIZES, ids="V{}".format)
 def test_drafts_stand_that_the_sampler_would_draw(vocabulary, cut, device):
     batch = Batch.random(10, 3, vocabulary, device, seed=vocabulary)
     options = {"cuts": batch.cuts(vocabulary) if cut else None}
@@ -185,10 +178,10 @@ def test_drafts_stand_that_the_sampler_would_draw(vocabulary, cut, device):
 @pytest.mark.parametrize("drafts", [0, 1, 7, 15])
 def test_any_number_of_drafts_may_be_verified(drafts, device):
     batch = Batch.random(5, drafts, 300, device, seed=drafts)
-    options = {"proposals": batch.proposals if drafts else None, "cuts": batch.cuts(300)}
-    assert_same(
-        verify.kernel(*batch.arguments, **options), verify.reference(*batch.arguments, **options)
-    )
+    cuts = batch.cuts(300)
+    for one, options in ((verify, {"proposals": batch.proposals}), (verify_drawn, {})):
+        mine = one.kernel(*batch.arguments, **options, cuts=cuts)
+        assert_same(mine, one.reference(*batch.arguments, **options, cuts=cuts))
 
 
 @pytest.mark.parametrize("vocabulary", SIZES, ids="V{}".format)
@@ -221,13 +214,16 @@ def test_without_a_draft_the_token_is_the_samplers_own(vocabulary, cut, device):
         cuts = Cuts(most_R, share_R, torch.zeros(count, device=device))
     numbers_R = noise.uniform(seed_R, position_R, stream=noise.PLAIN).float()
     token_R, best_R = sample.kernel(logits_RV, temperature_R, numbers_R, cuts=cuts)
-    result = verify.kernel(
-        logits_RV, torch.arange(count + 1, device=device),
-        torch.full((count, 2), NOTHING, device=device), temperature_R, seed_R, position_R,
-        cuts=cuts,
-    )  # fmt: skip
-    assert torch.equal(result.tokens_BQ[:, 0], token_R)
-    assert torch.equal(result.best_B, best_R)
+    scores_BNK = torch.randn(count, 2, 3, generator=generator).to(device)
+    proposals = Proposals(torch.arange(3, device=device).expand(scores_BNK.shape), scores_BNK)
+    for one, options in ((verify, {"proposals": proposals}), (verify_drawn, {})):
+        result = one.kernel(
+            logits_RV, torch.arange(count + 1, device=device),
+            torch.full((count, 2), NOTHING, device=device), temperature_R, seed_R, position_R,
+            **options, cuts=cuts,
+        )  # fmt: skip
+        assert torch.equal(result.tokens_BQ[:, 0], token_R)
+        assert torch.equal(result.best_B, best_R)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -236,13 +232,16 @@ def test_a_row_without_numbers_or_allowed_tokens_ends_the_step(bad, temperature,
     logits_RV = torch.zeros(3, PIECE + 5, device=device)
     logits_RV[0, 1], logits_RV[2, 0], logits_RV[1] = 200.0, 200.0, bad
     one_B = torch.ones(1, device=device)
-    result = verify.kernel(
-        logits_RV, torch.tensor([0, 3], device=device), torch.tensor([[1, 0]], device=device),
-        one_B * temperature, torch.tensor([3], device=device), torch.tensor([8], device=device),
-        cuts=Cuts(one_B * 2, one_B * 0.9, one_B * 0.1),
-    )  # fmt: skip
-    assert result.accepted_B.tolist() == [1] and result.tokens_BQ[0, 0] == 1
-    assert str(float(result.best_B[0])) == str(bad) and result.tokens_BQ[0, 2] == NOTHING
+    certain = torch.tensor([[[1], [0]]], device=device)
+    proposals = Proposals(certain, torch.zeros(1, 2, 1, device=device))
+    for one, options in ((verify, {"proposals": proposals}), (verify_drawn, {})):
+        result = one.kernel(
+            logits_RV, torch.tensor([0, 3], device=device), torch.tensor([[1, 0]], device=device),
+            one_B * temperature, torch.tensor([3], device=device), torch.tensor([8], device=device),
+            **options, cuts=Cuts(one_B * 2, one_B * 0.9, one_B * 0.1),
+        )  # fmt: skip
+        assert result.accepted_B.tolist() == [1] and result.tokens_BQ[0, 0] == 1
+        assert str(float(result.best_B[0])) == str(bad) and result.tokens_BQ[0, 2] == NOTHING
 
 
 def test_where_p_and_q_are_the_same_nothing_forbidden_comes(device):
@@ -278,25 +277,25 @@ def test_where_p_and_q_are_the_same_nothing_forbidden_comes(device):
 @pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "best"])
 def test_real_sizes_as_a_graph(sampled, cut, device):
     made = []
-    batches = [Batch.wide(40, 7, seed=seed) for seed in range(2)]
+    batches = [Batch.wide(160, 7, seed=seed) for seed in range(2)]
     cuts = batches[0].cuts(VOCABULARY) if cut else None
     static = [x.clone() for x in batches[0].arguments]
     ids_BNK = batches[0].proposals.ids_BNK.clone()
     scores_BNK = batches[0].proposals.scores_BNK.clone()
-    proposals = Proposals(ids_BNK, scores_BNK) if sampled else None
-    verify.kernel(*static, proposals=proposals, cuts=cuts)
+    one, options = (verify, {"proposals": Proposals(ids_BNK, scores_BNK)})
+    if not sampled:
+        one, options = (verify_drawn, {})
+    one.kernel(*static, **options, cuts=cuts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mine = verify.kernel(*static, proposals=proposals, cuts=cuts)
+        mine = one.kernel(*static, **options, cuts=cuts)
     for batch in batches:
         for into, x in zip(static, batch.arguments, strict=True):
             into.copy_(x)
         ids_BNK.copy_(batch.proposals.ids_BNK)
         scores_BNK.copy_(batch.proposals.scores_BNK)
         graph.replay()
-        theirs = verify.reference(
-            *batch.arguments, proposals=batch.proposals if sampled else None, cuts=cuts
-        )
+        theirs = one.reference(*static, **options, cuts=cuts)
         assert theirs.accepted_B.sum() > 40
         assert_same(mine, theirs)
         made.append(mine.tokens_BQ.clone())

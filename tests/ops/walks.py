@@ -7,7 +7,7 @@ import torch
 from limelight.ops.noise import DRAFT, uniform
 from limelight.ops.sample import invert
 from limelight.ops.trim import log_odds, packed_starts, split, survival
-from limelight.ops.verify import Proposals, Verified, draft_probs, packed_rows, verify
+from limelight.ops.verify import Proposals, Verified, draft_probs, packed_rows, verify_by
 
 # Chi-square above which a thousandth of samples lies, by degrees of freedom.
 CRITICAL = {2: 13.82, 6: 22.46, 8: 26.12, 10: 29.59}
@@ -80,9 +80,9 @@ class Walk:
         sequence_R, at_R = packed_rows(starts_B, int(starts_B[-1]))
         before_BQ = torch.cat([last_B[:, None], drafts_BN], dim=1)
         logits_RV = TARGET.log()[before_BQ[sequence_R, at_R]] * self.temperature
-        return verify(
-            logits_RV, starts_B, drafts_BN, temperature_B, seed_B, position_B,
-            proposals=proposals if self.sampled else None,
+        return verify_by(
+            proposals if self.sampled else None,
+            logits_RV, starts_B, drafts_BN, temperature_B, seed_B, position_B, cuts=None,
         )  # fmt: skip
 
     def pairs(self, first: Verified, seed_B: torch.Tensor, position_B: torch.Tensor):

@@ -34,7 +34,7 @@ def logits_of(*values: float) -> torch.Tensor:
 def pick(request: Request, logits: torch.Tensor, *, position=5, output=()) -> int:
     one = sampler()
     one.admit(0, request, list(output))
-    return one.choose(logits, [0], [position])[0].token_id
+    return one.choose(logits, [0], [position])[0].token_ids[0]
 
 
 def shares(logits: torch.Tensor, *, draws=4000, **params) -> list[float]:
@@ -44,7 +44,7 @@ def shares(logits: torch.Tensor, *, draws=4000, **params) -> list[float]:
         for slot in range(16):
             one.admit(slot, ask(seed=first + slot, **params), [])
         for choice in one.choose(logits.expand(16, -1), list(range(16)), [7] * 16):
-            counts[choice.token_id] += 1
+            counts[choice.token_ids[0]] += 1
     return [count / draws for count in counts]
 
 
@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_token_in_any_slot_and_batch():
     for slot in range(8):
         assert (
             pick(ask(seed=40 + slot), logits[slot : slot + 1], position=9)
-            == together[slot].token_id
+            == together[slot].token_ids[0]
         )
 
 
@@ -107,7 +107,7 @@ def test_a_seeded_token_does_not_depend_on_a_neighbours_parameters(loud):
         one.admit(0, ask(seed=seed), [])
         one.admit(1, ask(seed=seed, **loud), [])
         together = one.choose(logits.expand(2, -1), [0, 1], [3, 3])
-        assert together[0].token_id == pick(ask(seed=seed), logits, position=3)
+        assert together[0].token_ids[0] == pick(ask(seed=seed), logits, position=3)
 
 
 def test_random_numbers_differ_by_seed_and_position_and_are_even():
@@ -137,7 +137,7 @@ def test_presence_and_frequency_count_the_output_alone():
 def test_penalties_follow_the_output_as_it_grows():
     one = sampler()
     one.admit(0, ask(temperature=0, presence_penalty=1.0), [])
-    tokens = [one.choose(logits_of(2.0, 1.9, 1.8), [0], [p])[0].token_id for p in range(3)]
+    tokens = [one.choose(logits_of(2.0, 1.9, 1.8), [0], [p])[0].token_ids[0] for p in range(3)]
     assert tokens == [0, 1, 2]
 
 
@@ -166,7 +166,7 @@ def test_bad_words_are_banned_where_they_would_be_completed():
 def test_logprobs_are_those_of_the_model_before_penalties_and_temperature():
     one, logits = sampler(), torch.randn(1, VOCAB)
     one.admit(0, ask(temperature=0.1, logit_bias={5: 100.0}, logprobs=3), [])
-    report = one.choose(logits, [0], [1])[0].logprobs
+    report = one.choose(logits, [0], [1])[0].logprobs[0]
     expected = torch.log_softmax(logits[0], dim=-1)
     assert report.token_id == 5
     assert report.logprob == pytest.approx(expected[5].item(), abs=1e-6)
@@ -185,7 +185,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only():
     for slot in range(3):
         one.admit(slot, ask(temperature=float(slot > 0)), [])
     choices = one.choose(logits, [0, 1, 2], [1] * 3)
-    assert [choice.has_token for choice in choices] == [True, False, True]
+    assert [bool(choice.token_ids) for choice in choices] == [True, False, True]
 
 
 def test_nothing_left_to_choose_is_an_error():
@@ -199,4 +199,4 @@ def test_a_slot_keeps_nothing_of_its_former_user():
     one.admit(0, ask([0], temperature=0, repetition_penalty=9.0, allowed_token_ids=[2]), [2])
     one.choose(logits, [0], [1])
     one.admit(0, ask([0], temperature=0), [])
-    assert one.choose(logits, [0], [1])[0].token_id == 0
+    assert one.choose(logits, [0], [1])[0].token_ids == [0]

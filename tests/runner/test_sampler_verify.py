@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from limelight.ops import noise
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
-from limelight.ops.verify import NOTHING, Cuts, verify, verify_greedy
+from limelight.ops.verify import NOTHING, Proposals, verify_by, verify_greedy
 from limelight.runner.sampler import Sampler
 from limelight.types import Request, SamplingParams
 
@@ -59,20 +60,22 @@ def test_without_a_draft_every_parameter_gives_the_samplers_token(drafts):
                 seed=seeds[b],
             )  # fmt: skip
             sampler.admit(b, request, [])
-        want = [c.token_id for c in sampler.choose(logits_BV, list(range(batch)), positions)]
+        want = [c.token_ids[0] for c in sampler.choose(logits_BV, list(range(batch)), positions)]
         # Rows with cut-offs are drawn in the order of the vocabulary, as the operation draws them.
         number_B = noise.uniform(torch.tensor(seeds), torch.tensor(positions), stream=noise.PLAIN)
         token_B, _ = sample(logits_BV, temperature_B, number_B.float(), cuts=cuts)
         cut_B = (cuts.top_k_B < VOCAB) | (cuts.top_p_B < 1) | (cuts.min_p_B > 0)
         want = torch.where(cut_B, token_B, torch.tensor(want)).tolist()
         rows = 1 if drafts == "none" else 3
-        result = verify(
-            logits_BV.repeat_interleave(rows, dim=0), torch.arange(batch + 1) * rows,
-            torch.full((batch, 2), NOTHING), temperature_B, torch.tensor(seeds),
-            torch.tensor(positions), cuts=cuts,
-        )  # fmt: skip
-        assert result.tokens_BQ[:, 0].tolist() == want
-        assert result.accepted_B.tolist() == [0] * batch
+        scores_BNK = torch.randn(batch, 2, 3, generator=generator)
+        for proposals in (None, Proposals(torch.arange(3).expand(scores_BNK.shape), scores_BNK)):
+            result = verify_by(
+                proposals, logits_BV.repeat_interleave(rows, dim=0),
+                torch.arange(batch + 1) * rows, torch.full((batch, 2), NOTHING), temperature_B,
+                torch.tensor(seeds), torch.tensor(positions), cuts=cuts,
+            )  # fmt: skip
+            assert result.tokens_BQ[:, 0].tolist() == want
+            assert result.accepted_B.tolist() == [0] * batch
 
 
 def test_greedy_ties_go_to_the_samplers_token():
@@ -81,7 +84,7 @@ def test_greedy_ties_go_to_the_samplers_token():
     sampler = Sampler(vocab_size=VOCAB, eos_token_ids=[], device=torch.device("cpu"))
     params = SamplingParams(temperature=0)
     sampler.admit(0, Request(id="r", prompt_token_ids=[1], params=params, max_tokens=9, seed=0), [])
-    plain = sampler.choose(logits_RV[:1], [0], [4])[0].token_id
+    plain = sampler.choose(logits_RV[:1], [0], [4])[0].token_ids[0]
     result = verify_greedy(logits_RV, torch.tensor([0, 3, 6]), torch.tensor([[4, 4], [4, 9]]))
     assert result.tokens_BQ.tolist() == [[plain] * 3, [plain, plain, NOTHING]]
     assert result.accepted_B.tolist() == [2, 1]

@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from limelight.drafting.lessons import Lesson, Lessons, choose_anchors
-from limelight.drafting.loss import Loss, Rows, Teacher, block_loss
-from limelight.drafting.settings import DraftSettings
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.training.lessons import Lesson, Lessons, choose_anchors
+from limelight.training.loss import Loss, Rows, Teacher, block_loss
+from limelight.training.settings import DraftSettings
 
 WARM_UP, CLIP = 0.04, 1.0  # the warm-up as a share of the steps
 MATRIX_DECAY, OTHER_DECAY = 0.1, 0.01

@@ -4,9 +4,9 @@ import pytest
 import torch
 from drafters import FEATURES, Cache, config_json, make_drafter
 
-from limelight.drafting.acceptance import Acceptance, total, walk
-from limelight.drafting.answers import Document
-from limelight.drafting.lessons import Lesson
+from limelight.training.acceptance import Acceptance, total, walk
+from limelight.training.answers import Document
+from limelight.training.lessons import Lesson
 
 PROMPT, DRAFTS, VOCAB = 5, 7, 97
 ACCEPTED = [0, 3, 7, 1, 0, 2, 5]

@@ -14,14 +14,6 @@ import torch
 
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig
-from limelight.drafting.acceptance import Acceptance, measure, total
-from limelight.drafting.answers import Document, collect, questions
-from limelight.drafting.lessons import Lessons
-from limelight.drafting.lines import Line, Reader, split
-from limelight.drafting.settings import DraftSettings
-from limelight.drafting.shape import config_json
-from limelight.drafting.trainer import Trainer, initialize
-from limelight.drafting.work import Json, Work
 from limelight.engine.memory import device_memory
 from limelight.engine.startup import Resolved, resolve
 from limelight.models.dflash2 import DFlash2, Ends
@@ -31,6 +23,14 @@ from limelight.models.layers import Placement
 from limelight.models.loader import Model, load_model
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
+from limelight.training.acceptance import Acceptance, measure, total
+from limelight.training.answers import Document, collect, questions
+from limelight.training.lessons import Lessons
+from limelight.training.lines import Line, Reader, split
+from limelight.training.settings import DraftSettings
+from limelight.training.shape import config_json
+from limelight.training.trainer import Trainer, initialize
+from limelight.training.work import Json, Work
 
 FEWEST_TOKENS = 500  # of answers to learn from
 KEPT_SHARE = 4  # of the free memory, a share of this may hold features

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
-from limelight.drafting.acceptance import Acceptance, measure, total
-from limelight.drafting.answers import collect, questions
-from limelight.drafting.course import load_target, placement, read_lines
 from limelight.engine.startup import resolve
 from limelight.models.dflash2_loader import load_drafter, read_drafter_config
 from limelight.progress import Progress
+from limelight.training.acceptance import Acceptance, measure, total
+from limelight.training.answers import collect, questions
+from limelight.training.course import load_target, placement, read_lines
 
 ALL = "all"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.drafting.answers import Document
-from limelight.drafting.lessons import Lesson, by_length, make_lesson, packed
-from limelight.drafting.loss import LessonBlocks, Rows
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.training.answers import Document
+from limelight.training.lessons import Lesson, by_length, make_lesson, packed
+from limelight.training.loss import LessonBlocks, Rows
 
 TOKENS_AT_ONCE, ANCHORS_AT_ONCE = 8192, 512
 

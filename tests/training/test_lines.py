@@ -5,7 +5,7 @@ import json
 import pytest
 
 from limelight.checkpoint import locate
-from limelight.drafting.lines import Reader, split
+from limelight.training.lines import Reader, split
 
 ASKED = {"messages": [{"role": "user", "content": "sort: b a"}]}
 

@@ -7,17 +7,17 @@ import torch
 from drafters import CPU, Cache, config_json, randomize
 from tiny import prompts, write_checkpoint
 
-from limelight.drafting.acceptance import total, walk
-from limelight.drafting.answers import Document
-from limelight.drafting.lessons import Lessons, choose_anchors, make_lesson
-from limelight.drafting.loss import LessonBlocks, Rows, Teacher, block_loss
-from limelight.drafting.settings import DraftSettings
-from limelight.drafting.trainer import Trainer, initialize
 from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2, Ends
 from limelight.models.dflash2_config import DFlash2Config
 from limelight.models.loader import load_model
 from limelight.progress import Progress
+from limelight.training.acceptance import total, walk
+from limelight.training.answers import Document
+from limelight.training.lessons import Lessons, choose_anchors, make_lesson
+from limelight.training.loss import LessonBlocks, Rows, Teacher, block_loss
+from limelight.training.settings import DraftSettings
+from limelight.training.trainer import Trainer, initialize
 
 PROMPT, LAYERS, VOCAB = 6, 3, 24
 TAPS = [0, 1, 2]

@@ -2,10 +2,10 @@
 
 from math import gcd
 
-from limelight.drafting.settings import DraftSettings
 from limelight.models.beam import BeamConfig
 from limelight.models.config import ModelConfig
 from limelight.models.dflash2_config import BEAM, QWEN, DFlash2Config
+from limelight.training.settings import DraftSettings
 
 MOST_LAYERS = 5
 USUAL_WINDOW = 2048

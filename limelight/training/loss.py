@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from limelight.drafting.lessons import Lesson
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops.attention import attend
 from limelight.ops.rope import Heads, Rotation, split_heads
+from limelight.training.lessons import Lesson
 
 SELECTOR_SHARE = 1.0
 NO_ROWS = 1e-5

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tiny import write_checkpoint
 
 from limelight import cli
-from limelight.drafting import course as course_module
-from limelight.drafting.trainer import Trainer
+from limelight.training import course as course_module
+from limelight.training.trainer import Trainer
 
 VOCAB, LAYERS = 24, 3
 SHAPE = ("--layers", "1", "--window", "16", "--rank", "8", "--top-k", "8", "--conv-group", "12",
@@ -136,7 +136,7 @@ def test_a_training_that_is_begun_keeps_its_settings(target, data, trained, tmp_
 
 
 def test_pieces_of_a_step_add_up_to_the_whole(target, data, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("limelight.drafting.trainer.PIECE_BYTES", 1)
+    monkeypatch.setattr("limelight.training.trainer.PIECE_BYTES", 1)
     out = tmp_path / "drafter"
     assert cli.main(argv(target, data, out)) == 0
     for name, tensor in load_file(out / "model.safetensors").items():

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.drafting.answers import Document
 from limelight.models.batch import Batch
 from limelight.models.loader import Model
 from limelight.models.taps import Taps
+from limelight.training.answers import Document
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from limelight.config import EngineConfig
-from limelight.drafting.lines import Line
 from limelight.progress import Progress
+from limelight.training.lines import Line
 from limelight.types import SamplingParams
 
 AT_ONCE = 1024  # answers, between two writes
