@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that the help answers at onc
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -335,6 +336,9 @@ def _tell_acceptance(
 def _bench(args: argparse.Namespace) -> int:
     from limelight.bench.record import record, save, show
 
+    # A start takes minutes on some machines: say what it is at.
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%X")
+    logging.getLogger("limelight").setLevel(logging.INFO)
     rows = BENCHES[args.bench].run(args)
     show(args.bench, rows)
     if args.json:

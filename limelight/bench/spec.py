@@ -6,6 +6,7 @@ beside it where both fit into memory, else it comes before.
 """
 
 import argparse
+import logging
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from limelight.bench.closed_loop import Window
     from limelight.bench.contestants import Contestant, Entry
     from limelight.bench.questions import Questions
+
+logger = logging.getLogger(__name__)
 
 WAYS = ("none", "fixed", "adaptive")
 KINDS = ("mixed", "code", "sort", "random")
@@ -96,6 +99,8 @@ def _measure(
             prompt=questions.longest, answer=questions.output_len, clients=max(args.concurrency)
         )
     turns = [(one, way) for one in contestants for way in one.ways]
+    from limelight.bench.acceptance import rate
+
     for clients in args.concurrency:
         count = args.num_requests or max(2 * clients, 8)
         for round_ in range(args.rounds):
@@ -103,6 +108,7 @@ def _measure(
                 requests = questions.requests(clients, round_)
                 window = one.watch(way, requests, clients, count)
                 windows.setdefault((clients, way), []).append(window)
+                logger.info("%d clients, %s: %.0f tokens a second", clients, way, rate(window))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -59,10 +59,9 @@ def draft_uniform_reference(
     seed_B: torch.Tensor, position_B: torch.Tensor, *, drafts: int
 ) -> torch.Tensor:
     """The numbers of a pass over places `position_B` + 0, 1, ...: FP32 [B, N] of [0, 1]."""
-    numbers = [
-        uniform(seed_B, position_B.long() + j, stream=DRAFT + j).float() for j in range(drafts)
-    ]
-    return torch.stack(numbers, dim=1) if numbers else torch.empty(len(seed_B), 0)
+    place_N = torch.arange(drafts, device=seed_B.device)
+    positions_BN = position_B[:, None] + place_N
+    return uniform(seed_B[:, None], positions_BN, stream=DRAFT + place_N).float()
 
 
 _SEED, _POSITION, _STREAM = (tl.constexpr(x) for x in (SEED, POSITION, STREAM))
