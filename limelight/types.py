@@ -5,6 +5,7 @@ All but `Sequence` are frozen, and all but `Sequence` can cross a process border
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -295,6 +296,14 @@ class Trim:
     intercepts: list[float]  # by place
 
 
+class StepKind(StrEnum):
+    """Steps that take times of their own."""
+
+    PLAIN = "plain"  # one token of each sequence
+    DRAFTED = "drafted"  # and drafts, or where sequences stand is known on the device alone
+    PROMPT = "prompt"  # some rows are a prompt's, so there is no graph
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the engine; with no token ids but admissions', so it can be made a step early.
@@ -317,6 +326,13 @@ class StepPlan:
     def is_plain(self) -> bool:
         """Whether it has and makes no drafts, and where each sequence stands is known."""
         return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)
+
+    @property
+    def kind(self) -> StepKind:
+        """The way in which it runs."""
+        if any(g.num_tokens - g.num_drafts > 1 or not g.samples for g in self.grants):
+            return StepKind.PROMPT
+        return StepKind.PLAIN if self.is_plain else StepKind.DRAFTED
 
     @property
     def num_tokens(self) -> int:
@@ -364,6 +380,7 @@ class Sampled:
 class StepTimes:
     """What a step took (milliseconds), for how many rows, drafting sequences, and tokens read."""
 
+    kind: StepKind
     verify_ms: float
     rows: int
     context: int

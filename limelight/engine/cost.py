@@ -6,9 +6,12 @@ the largest graph times lie on lines between the points.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+from limelight.types import StepKind, StepTimes
 
 SPREAD = 0.05  # log of how far times of the same step lie apart, until it is known
 LEAST_SPREAD = 0.005
@@ -154,3 +157,27 @@ class StepCost:
         high = min(int(np.searchsorted(axis, value)), len(axis) - 1)
         low = high - 1
         return (low, high), float((value - axis[low]) / (axis[high] - axis[low]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Of steps by their kind, and of drafting by the sequences that it is for."""
+
+    steps: Mapping[StepKind, StepCost]
+    drafting: StepCost
+
+    def step_ms(self, kind: StepKind, rows: int | np.ndarray, context: int) -> np.ndarray:
+        return self.steps[kind].ms(rows, context)
+
+    def draft_ms(self, sequences: int) -> float:
+        return float(self.drafting.ms(sequences, 0))
+
+    def observe(self, times: StepTimes) -> None:
+        """Correct what a step like this one is thought to take."""
+        self.steps[times.kind].observe(times.rows, times.context, times.verify_ms)
+        if times.draft_ms is not None:
+            self.drafting.observe(times.sequences, 0, times.draft_ms)
+
+    def __str__(self) -> str:
+        each = [f"{kind} steps take (ms)\n{cost}" for kind, cost in self.steps.items()]
+        return "\n".join([*each, f"drafting takes (ms)\n{self.drafting}"])

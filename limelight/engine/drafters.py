@@ -1,4 +1,4 @@
-"""From a drafting config to a drafter that runs: find, check, load, and time the steps it makes."""
+"""From a drafting config to a drafter that runs: find, check, load, and decide about its drafts."""
 
 import logging
 import math
@@ -7,11 +7,10 @@ from pathlib import Path
 
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
-from limelight.engine import pretended
-from limelight.engine.cost import StepCost
 from limelight.engine.drafting import Drafting
 from limelight.engine.memory import MemoryPlan, WeightKind, format_of
 from limelight.engine.speculation import AllDrafts, Speculation
+from limelight.engine.timing import Timing
 from limelight.models.dflash2 import DFlash2, Ends
 from limelight.models.dflash2_config import DFlash2Config
 from limelight.models.dflash2_loader import load_drafter, read_drafter_config
@@ -22,15 +21,10 @@ from limelight.progress import Progress
 from limelight.runner.drafted import MOST_ROWS_OF_A_GRAPH
 from limelight.runner.runner import ModelRunner
 from limelight.speculative import SpeculativeConfig
-from limelight.types import Grant, SamplingParams, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 # Rows of logits at once, in bytes; drafts beyond are not verified.
 LOGITS_AT_ONCE = 2**30
-TIMED_ROUNDS = 2
-# Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
-TIMED_LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
-MOST_TIMED_ROWS = {"cpu": 64, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,70 +124,14 @@ def start_drafting(
     synthetic = found.config.synthetic_acceptance_rates is not None
     if not found.config.enable_adaptive_verification:
         return Drafting(AllDrafts(found.num_drafts), synthetic=synthetic)
-    timing = Timing(runner, found.num_drafts, plan)
-    verify_cost, draft_cost = timing.tables(progress)
-    logger.info("verifying takes (ms)\n%s\ndrafting takes (ms)\n%s", verify_cost, draft_cost)
+    costs = Timing(runner, found.num_drafts, plan).costs(progress)
+    logger.info("%s", costs)
     return Drafting(
         Speculation(
             num_drafts=found.num_drafts,
             max_seqs=plan.max_num_seqs,
-            verify_cost=verify_cost,
-            draft_cost=draft_cost,
+            costs=costs,
             max_rows=max(plan.max_num_seqs, LOGITS_AT_ONCE // (4 * runner.model.head.outputs)),
         ),
         synthetic=synthetic,
     )
-
-
-class Timing:
-    """Steps of random contents in the empty cache, timed."""
-
-    def __init__(self, runner: ModelRunner, num_drafts: int, plan: MemoryPlan):
-        self.runner, self.num_drafts, self.plan = runner, num_drafts, plan
-        kind = runner.device.type
-        most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk, MOST_TIMED_ROWS[kind])
-        self.rows = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-        self.contexts = [n * self._sequences(most) for n in TIMED_LENGTHS[kind]]
-
-    def tables(self, progress: Progress) -> tuple[StepCost, StepCost]:
-        """Of verifying, by rows and context, and of drafting, by sequences."""
-        verify_ms: list[list[float]] = []
-        draft_ms: dict[int, float] = {}
-        count = len(self.contexts) * len(self.rows)
-        with progress.phase("timing steps", count) as advance:
-            for context in self.contexts:
-                verify_ms.append([])
-                for rows in self.rows:
-                    times = [self.step(rows, context) for _ in range(TIMED_ROUNDS)]
-                    verify_ms[-1].append(min(one.verify_ms for one in times))
-                    sequences = times[0].sequences
-                    best = min(one.draft_ms or math.inf for one in times)
-                    draft_ms[sequences] = min(draft_ms.get(sequences, math.inf), best)
-                    advance(1)
-        self.runner.forget()
-        graphs, counts = self.runner.most_rows_of_a_graph, sorted(draft_ms)
-        return (
-            StepCost(self.rows, self.contexts, verify_ms, graphs=graphs),
-            StepCost(counts, [0], [[draft_ms[n] for n in counts]], graphs=graphs),
-        )
-
-    def _sequences(self, rows: int) -> int:
-        """As few as can have so many rows."""
-        return -(-rows // (1 + self.num_drafts))
-
-    def step(self, rows: int, context: int) -> StepTimes:
-        """One step of so many rows, whose sequences have `context` tokens in all before it."""
-        sequences = self._sequences(rows)
-        longest = self.plan.max_model_len - 1 - self.plan.ahead
-        length = max(1, min(context // sequences, longest))
-        counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
-        tables = pretended.tables(self.plan, length)
-        self.runner.pretend(length)
-        plan = StepPlan(
-            pretended.admit(sequences, length, SamplingParams(temperature=0.0)),
-            [Grant(i, length, n, tables, True, n - 1) for i, n in enumerate(counts)],
-            drafts=True,
-        )
-        times = self.runner.execute(plan).times
-        assert times is not None
-        return times

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from limelight.engine.acceptance import Acceptance
-from limelight.engine.cost import StepCost
+from limelight.engine.cost import StepCosts
 from limelight.stats import SpeculationStats
-from limelight.types import StepTimes, Trim
+from limelight.types import StepKind, StepTimes, Trim
 
 PASSES = 128  # passes of a sequence that are remembered
 SAMPLES = 256  # sequences times passes that an estimate is made of, if there are as many
@@ -50,6 +50,10 @@ class Load:
     drafts: Sequence[int]
     rows: int
     context: int
+
+    def kind(self, otherwise: StepKind) -> StepKind:
+        """That of a step with rows of a prompt, if it has any."""
+        return StepKind.PROMPT if self.rows > len(self.slots) else otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +139,11 @@ class Speculation:
         *,
         num_drafts: int,
         max_seqs: int,
-        verify_cost: StepCost,
-        draft_cost: StepCost,
+        costs: StepCosts,
         max_rows: int,
     ):
-        """`max_rows` is the most rows of logits of a step; `draft_cost` goes by sequences."""
-        self.num_drafts, self.max_rows = num_drafts, max_rows
-        self.verify_cost, self.draft_cost = verify_cost, draft_cost
+        """`max_rows` is the most rows of logits of a step."""
+        self.num_drafts, self.max_rows, self.costs = num_drafts, max_rows, costs
         self.acceptance = Acceptance(num_drafts)
         self.odds_HSN = np.zeros((PASSES, max_seqs, num_drafts))
         self.passes_S = np.zeros(max_seqs, dtype=np.int64)
@@ -187,7 +189,7 @@ class Speculation:
         sequences = len(load.slots)
         survival_HBN = self._recent(load.slots)
         drafting = self._pays(load, survival_HBN)
-        cost = float(self.draft_cost.ms(sequences, 0)) if drafting else 0.0
+        cost = self.costs.draft_ms(sequences) if drafting else 0.0
         gains = self._gains(survival_HBN, np.asarray(load.drafts), sequences)
         budget = self._best(load, gains, cost)[0]
         if self.trial or not self.warm:
@@ -237,9 +239,7 @@ class Speculation:
         self._times += 1
         if self._times % STEPS_OF_A_TIME and self.warm:
             return
-        self.verify_cost.observe(times.rows, times.context, times.verify_ms)
-        if times.draft_ms is not None:
-            self.draft_cost.observe(times.sequences, 0, times.draft_ms)
+        self.costs.observe(times)
 
     def forget(self, slot: int) -> None:
         """The slot's sequence has left it, or will be computed anew."""
@@ -278,18 +278,19 @@ class Speculation:
         """The budget with the most tokens a millisecond, and how many that are."""
         tokens = len(load.slots) + np.concatenate([[0.0], gains.cumsum()])
         rows = load.rows + np.arange(len(tokens))
-        rates = tokens / (self.verify_cost.ms(rows, load.context) + draft_ms)
+        step_ms = self.costs.step_ms(load.kind(StepKind.DRAFTED), rows, load.context)
+        rates = tokens / (step_ms + draft_ms)
         best = int(rates.argmax())
         return best, float(rates[best])
 
     def _pays(self, load: Load, survival_HBN: np.ndarray) -> bool:
         """Whether the next step shall have drafts, as far as it is like this one."""
         sequences = len(load.slots)
-        draft_ms = float(self.draft_cost.ms(sequences, 0))
+        draft_ms = self.costs.draft_ms(sequences)
         every_B = np.full(sequences, self.num_drafts)
         gains = self._gains(survival_HBN, every_B, sequences)
         _, rate = self._best(load, gains, draft_ms)
-        plain_ms = float(self.verify_cost.ms(load.rows, load.context))
+        plain_ms = float(self.costs.step_ms(load.kind(StepKind.PLAIN), load.rows, load.context))
         plain = sequences / plain_ms
         margin = WORK_MARGIN
         if not self.resting:
@@ -313,7 +314,8 @@ class Speculation:
         """Steps between trials, so that what these cost stays a small share."""
         sequences = len(load.slots)
         count = self._tried(gains, sequences)
-        with_ms = float(self.verify_cost.ms(load.rows + count, load.context))
+        kind = load.kind(StepKind.DRAFTED)
+        with_ms = float(self.costs.step_ms(kind, load.rows + count, load.context))
         won_ms = float(gains[:count].sum()) * plain_ms / sequences
         lost_ms = max(draft_ms + with_ms - plain_ms - won_ms, 0.0)
         least, most = TRIAL_EVERY

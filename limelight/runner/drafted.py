@@ -148,7 +148,7 @@ class DraftedSteps:
         rows. `known` are the tokens of each slot that the host knows."""
         extent = self._extent(plan, grants)
         launched = Launched(plan, grants, self.device)
-        watch = Stopwatch(self.device, rows=extent.rows, context=plan.num_read)
+        watch = Stopwatch(self.device, plan, rows=extent.rows)
         hidden_TD = self._verify(launched, extent, known)
         watch.mark()
         sampling = [grant for grant in grants if grant.samples]

@@ -133,9 +133,10 @@ class Launched:
 class Stopwatch:
     """Times the two parts of a step where they run."""
 
-    def __init__(self, device: torch.device, *, rows: int, context: int):
+    def __init__(self, device: torch.device, plan: StepPlan, *, rows: int):
         self.on_gpu = device.type == "cuda"
-        self.rows, self.context, self.sequences = rows, context, 0
+        self.kind, self.context = plan.kind, plan.num_read
+        self.rows, self.sequences = rows, 0
         self.marks: list[float | torch.cuda.Event] = []
         self.mark()
 
@@ -162,6 +163,7 @@ class Stopwatch:
             for first, last in pairwise(self.marks)
         ]
         return StepTimes(
+            kind=self.kind,
             verify_ms=parts[0],
             rows=self.rows,
             context=self.context,

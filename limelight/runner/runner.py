@@ -122,7 +122,7 @@ class ModelRunner:
             return self._launch_plain(plan, grants).end()
         if not plan.is_plain:
             return self._launch_drafted(self.drafted, plan, grants)
-        watch = Stopwatch(self.device, rows=plan.num_tokens, context=plan.num_read)
+        watch = Stopwatch(self.device, plan, rows=plan.num_tokens)
         launched = self._launch_plain(plan, grants)
         watch.mark()
         launched.times = watch

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from limelight.engine.cost import StepCost
+from limelight.engine.cost import StepCost, StepCosts
 from limelight.engine.speculation import Load, Speculation
 from limelight.ops.trim import split
+from limelight.types import StepKind, StepTimes
 
 GRAPHS = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 POINTS = [*GRAPHS, 768, 1024, 2048, 4096]
@@ -19,27 +20,33 @@ REQUESTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 @dataclass
 class Machine:
-    """`verify(rows, context)` and `draft(sequences)` are its milliseconds."""
+    """`verify(rows, context)` and `draft(sequences)` are its milliseconds; a step without drafts
+    takes `plain` times that of one that verifies as many rows."""
 
     verify: Callable[[int, int], float]
     draft: Callable[[int], float]
+    plain: float = 1.0
     noise: float = 0.02
     outliers: float = 0.01
 
-    def ms(self, rows: int, context: int) -> float:
+    def ms(self, rows: int, context: int, kind: StepKind = StepKind.DRAFTED) -> float:
         padded = next((size for size in GRAPHS if size >= rows), rows)
-        return self.verify(padded, context)
+        return self.verify(padded, context) * (self.plain if kind is StepKind.PLAIN else 1.0)
 
     def timed(self, ms: float, rng: np.random.Generator) -> float:
         late = 8.0 if rng.random() < self.outliers else 1.0
         return ms * late * math.exp(self.noise * rng.standard_normal())
 
-    def table(self, wrong: Callable[[int], float] = lambda rows: 1.0) -> StepCost:
-        times = [[self.verify(rows, c) * wrong(rows) for rows in POINTS] for c in CONTEXTS]
-        return StepCost(POINTS, CONTEXTS, times, graphs=GRAPHS[-1])
+    def costs(self, wrong: Callable[[int], float] = lambda rows: 1.0) -> StepCosts:
+        drafting = [[self.draft(n) for n in REQUESTS]]
+        return StepCosts(
+            {kind: self._table(kind, wrong) for kind in StepKind},
+            StepCost(REQUESTS, [0], drafting, graphs=REQUESTS[-1]),
+        )
 
-    def drafts(self) -> StepCost:
-        return StepCost(REQUESTS, [0], [[self.draft(n) for n in REQUESTS]], graphs=REQUESTS[-1])
+    def _table(self, kind: StepKind, wrong: Callable[[int], float]) -> StepCost:
+        times = [[self.ms(rows, c, kind) * wrong(rows) for rows in POINTS] for c in CONTEXTS]
+        return StepCost(POINTS, CONTEXTS, times, graphs=GRAPHS[-1])
 
 
 @dataclass
@@ -70,7 +77,7 @@ def context_of(batch: int) -> int:
 
 
 def rate_of_none(machine: Machine, batch: int) -> float:
-    return batch / machine.ms(batch, context_of(batch))
+    return batch / machine.ms(batch, context_of(batch), StepKind.PLAIN)
 
 
 def rate_of_fixed(machine: Machine, traffic: Traffic, first: int) -> float:
@@ -80,11 +87,10 @@ def rate_of_fixed(machine: Machine, traffic: Traffic, first: int) -> float:
     return (batch + traffic.survival[first:].sum(axis=(1, 2)).mean()) / ms
 
 
-def make(machine: Machine, batch: int, num_drafts: int = 7, **table) -> Speculation:
+def make(machine: Machine, batch: int, num_drafts: int = 7, **costs) -> Speculation:
     return Speculation(
-        num_drafts=num_drafts, max_seqs=batch, verify_cost=machine.table(**table),
-        draft_cost=machine.drafts(), max_rows=4096,
-    )  # fmt: skip
+        num_drafts=num_drafts, max_seqs=batch, costs=machine.costs(**costs), max_rows=4096
+    )
 
 
 def rate_of_adaptive(
@@ -104,12 +110,20 @@ def rate_of_adaptive(
             kept_B = split(torch.from_numpy(live_BN), torch.tensor(drafts), decision.budget).numpy()
             assert kept_B.sum() == decision.budget
         rows = batch + int(kept_B.sum())
-        ms = machine.ms(rows, context)
-        speculation.verify_cost.observe(rows, context, machine.timed(ms, rng))
-        if decision.drafts:
-            draft_ms = machine.draft(batch)
-            speculation.draft_cost.observe(batch, 0, machine.timed(draft_ms, rng))
-            ms += draft_ms
+        kind = StepKind.DRAFTED if ready or decision.drafts else StepKind.PLAIN
+        ms = machine.ms(rows, context, kind)
+        draft_ms = machine.draft(batch) if decision.drafts else None
+        speculation.timed(
+            StepTimes(
+                kind,
+                machine.timed(ms, rng),
+                rows,
+                context,
+                None if draft_ms is None else machine.timed(draft_ms, rng),
+                batch,
+            )  # fmt: skip
+        )
+        ms += draft_ms or 0.0
         if step >= first:
             kept_BN = np.arange(num_drafts) < kept_B[:, None]
             tokens += batch + float(traffic.survival[step][kept_BN].sum())

@@ -7,7 +7,7 @@ from drafted import start_drafted, write_drafter
 from machine import Machine
 from tiny import prompts, request, run, start, write_checkpoint
 
-from limelight.engine.drafters import Timing
+from limelight.engine.timing import Timing
 
 RATES = [0.9, 0.7, 0.5, 0.35]
 
@@ -56,8 +56,7 @@ def test_as_many_drafts_stand_in_each_place_as_were_told(folders, temperature, o
 def test_what_decides_learns_the_rates_and_finds_the_drafts_that_stand(folders, monkeypatch):
     # Rows so dear that about half of the drafts are worth theirs.
     machine = Machine(lambda rows, context: 10 + 0.5 * rows, lambda count: 1.0)
-    tables = (machine.table(), machine.drafts())
-    monkeypatch.setattr(Timing, "tables", lambda timing, progress: tables)
+    monkeypatch.setattr(Timing, "costs", lambda timing, progress: machine.costs())
     engine = make(folders, adaptive=True)
     monkeypatch.setattr(engine.drafting.policy, "timed", lambda times: None)
     serve(engine, count=8, max_tokens=250, seed=1)

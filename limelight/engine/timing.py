@@ -1,0 +1,116 @@
+"""What steps take on this machine: some of each kind, run in the empty cache at the start."""
+
+import math
+from dataclasses import replace
+
+from limelight.engine import pretended
+from limelight.engine.cost import StepCost, StepCosts
+from limelight.engine.memory import MemoryPlan
+from limelight.progress import Progress
+from limelight.runner.graphs import graph_sizes
+from limelight.runner.runner import ModelRunner
+from limelight.types import Grant, SamplingParams, StepKind, StepPlan, StepTimes
+
+ROUNDS = 2
+# Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
+LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
+# Rows of steps with a prompt, and of others, of which those that have a graph and are few are all
+# timed: a step is padded to the next.
+PROMPT_ROWS = {"cpu": (16, 64), "cuda": (64, 512, 2048, 8192)}
+ROWS = {
+    "cpu": (1, 4, 16, 64),
+    "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048),
+}
+MOST_EACH = 128
+
+
+class Timing:
+    """Steps of one model and drafter, timed."""
+
+    def __init__(self, runner: ModelRunner, num_drafts: int, plan: MemoryPlan):
+        self.runner, self.num_drafts, self.plan = runner, num_drafts, plan
+        self.machine = runner.device.type
+        self.longest = plan.max_model_len - 1 - plan.ahead
+        most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk)
+        self.graphs = min(MOST_EACH, runner.most_rows_of_a_graph)
+        self.rows = {
+            StepKind.PLAIN: self._points(min(plan.max_num_seqs, plan.chunk)),
+            StepKind.DRAFTED: self._points(most),
+            StepKind.PROMPT: _until(min(plan.chunk, self.longest), PROMPT_ROWS[self.machine]),
+        }
+        sequences = self._sequences(StepKind.DRAFTED, self.rows[StepKind.DRAFTED][-1])
+        self.contexts = [length * sequences for length in LENGTHS[self.machine]]
+
+    def costs(self, progress: Progress) -> StepCosts:
+        """Of each kind by rows and context, and of drafting by sequences."""
+        ms: dict[StepKind, list[list[float]]] = {kind: [] for kind in self.rows}
+        drafting: dict[int, float] = {}
+        contexts = dict.fromkeys(self.rows, self.contexts) | {StepKind.PROMPT: [0]}
+        total = sum(len(contexts[kind]) * len(points) for kind, points in self.rows.items())
+        with progress.phase("timing steps", total) as advance:
+            for kind, points in self.rows.items():
+                for context in contexts[kind]:
+                    ms[kind].append([])
+                    for rows in points:
+                        best = self.best(kind, rows, context)
+                        ms[kind][-1].append(best.verify_ms)
+                        if best.draft_ms is not None:
+                            least = drafting.get(best.sequences, math.inf)
+                            drafting[best.sequences] = min(least, best.draft_ms)
+                        advance(1)
+        self.runner.forget()
+        graphs = dict.fromkeys(self.rows, self.graphs) | {StepKind.PROMPT: 0}
+        counts = sorted(drafting)
+        return StepCosts(
+            {
+                kind: StepCost(points, contexts[kind], ms[kind], graphs=graphs[kind])
+                for kind, points in self.rows.items()
+            },
+            StepCost(counts, [0], [[drafting[n] for n in counts]], graphs=0),
+        )
+
+    def best(self, kind: StepKind, rows: int, context: int) -> StepTimes:
+        """The shortest times of some equal steps."""
+        times = [self.step(kind, rows, context) for _ in range(ROUNDS)]
+        draft_ms = [one.draft_ms for one in times if one.draft_ms is not None]
+        return replace(
+            min(times, key=lambda one: one.verify_ms),
+            draft_ms=min(draft_ms) if draft_ms else None,
+        )
+
+    def step(self, kind: StepKind, rows: int, context: int) -> StepTimes:
+        """One step of so many rows, whose sequences have `context` tokens in all before it."""
+        sequences = self._sequences(kind, rows)
+        length = min(context // sequences, self.longest)
+        if kind is not StepKind.PROMPT:
+            length = max(length, 1)
+        counts = [rows // sequences + (i < rows % sequences) for i in range(sequences)]
+        tables = pretended.tables(self.plan, length + counts[0])
+        self.runner.pretend(length)
+        plan = StepPlan(
+            pretended.admit(sequences, length or rows, SamplingParams(temperature=0.0)),
+            [
+                Grant(i, length, n, tables, True, n - 1 if kind is StepKind.DRAFTED else 0)
+                for i, n in enumerate(counts)
+            ],
+            drafts=kind is not StepKind.PLAIN,
+        )
+        times = self.runner.execute(plan).times
+        assert times is not None
+        return times
+
+    def _sequences(self, kind: StepKind, rows: int) -> int:
+        """As few as can have so many rows."""
+        if kind is StepKind.PROMPT:
+            return 1
+        return rows if kind is StepKind.PLAIN else -(-rows // (1 + self.num_drafts))
+
+    def _points(self, most: int) -> list[int]:
+        """Numbers of rows up to `most`, as far as they are timed."""
+        sizes = [size for size in graph_sizes(most) if size <= self.graphs]
+        return sorted({*sizes, *_until(min(most, ROWS[self.machine][-1]), ROWS[self.machine])})
+
+
+def _until(most: int, points: tuple[int, ...]) -> list[int]:
+    """Those below `most`, and it."""
+    return [point for point in points if point < most] + [most]
