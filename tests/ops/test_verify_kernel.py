@@ -177,7 +177,7 @@ def test_drafts_stand_that_the_sampler_would_draw(vocabulary, cut, device):
 
 @pytest.mark.parametrize("drafts", [0, 1, 7, 15])
 def test_any_number_of_drafts_may_be_verified(drafts, device):
-    batch = Batch.random(5, drafts, 300, device, seed=drafts)
+    batch = Batch.random(3, drafts, 300, device, seed=drafts)
     cuts = batch.cuts(300)
     for one, options in ((verify, {"proposals": batch.proposals}), (verify_drawn, {})):
         mine = one.kernel(*batch.arguments, **options, cuts=cuts)
