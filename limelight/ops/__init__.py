@@ -77,6 +77,17 @@ def record_calls() -> Iterator[list[Call]]:
         _calls.reset(token)
 
 
+# Triton's own two take microseconds each, and a step has hundreds of launches.
+def cdiv(count: int, size: int) -> int:
+    """How many pieces of `size` hold `count`."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The least power of two that is not below `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 def by_size(table: Mapping[int, V], size: int) -> V:
     """What a table has for the least of its bounds, in rising order, that `size` keeps to."""
     return next(value for most, value in table.items() if size <= most)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, op, pdl
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,7 +73,7 @@ def _launch_softcap(logits_TV: torch.Tensor, *, cap: float) -> torch.Tensor:
     assert logits_TV.dtype == torch.float32
     out_TV = torch.empty_like(logits_TV)
     if size := logits_TV.numel():
-        _softcap_kernel[(triton.cdiv(size, 1024),)](
+        _softcap_kernel[(cdiv(size, 1024),)](
             logits_TV, out_TV, size, cap, BLOCK=1024, **pdl(logits_TV)
         )
     return out_TV

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import decode, op, pdl, rope
+from limelight.ops import cdiv, decode, next_power_of_2, op, pdl, rope
 from limelight.ops.attention import attend
 from limelight.ops.keys import End
 from limelight.ops.norm import add_rmsnorm_reference, normalized, whole_row
@@ -234,8 +234,8 @@ def _launch_dynamic_conv(
     shape = _shape(x_TD, base_PD, change_TPG, rows)
     y_TD = torch.empty(tokens, size, dtype=x_TD.dtype, device=x_TD.device)
     if tokens:
-        block = min(triton.next_power_of_2(size), BLOCK_D)
-        _conv_kernel[(tokens, triton.cdiv(size, block))](
+        block = min(next_power_of_2(size), BLOCK_D)
+        _conv_kernel[(tokens, cdiv(size, block))](
             x_TD, base_PD, change_TPG, y_TD, size, x_TD.stride(0), *change_TPG.stride()[:2],
             BLOCK_D=block, num_warps=4, **shape, **pdl(x_TD),
         )  # fmt: skip

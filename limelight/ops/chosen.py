@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, Weight, stacked
 from limelight.ops.thin import block_sums, blocks_of, decoded
@@ -486,7 +486,7 @@ def most_rows(size: int, weight: Weight) -> int:
 def _chunk(size: int, most: int) -> int:
     """A number of columns that divides `size`, if a power of two of any use does."""
     chunk = size & -size
-    return min(most, chunk if chunk >= 32 else max(triton.next_power_of_2(size), 8))
+    return min(most, chunk if chunk >= 32 else max(next_power_of_2(size), 8))
 
 
 def _parts(weight: Weight | None) -> tuple[torch.Tensor | None, ...]:
@@ -515,8 +515,8 @@ def few_moe(
     inner_TF, out_TD = y_TD.new_empty(rows, columns), y_TD.new_empty(rows, size)
     sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count}
     tile = by_size(by_size(GATE_UP_FP4, rows) if fp4 else GATE_UP, size)
-    blocks = rows * count * triton.cdiv(width, tile["BLOCK_F"])
-    _gate_up_kernel[(blocks + triton.cdiv(shared, tile["BLOCK_F"]),)](
+    blocks = rows * count * cdiv(width, tile["BLOCK_F"])
+    _gate_up_kernel[(blocks + cdiv(shared, tile["BLOCK_F"]),)](
         y_TD, *_parts(gate_up_EGD), *_parts(shared_gate_up_GD), ids_TN, inner_TF,
         rows, y_TD.stride(0), **sizes, ROWS=rows if shared else 0, FP32=fp32, LEFT=LEFT_OF_SUMS,
         **tile | {"CHUNK": _chunk(size, tile["CHUNK"])}, **pdl(y_TD),
@@ -524,11 +524,11 @@ def few_moe(
     tile = by_size(DOWN_FP4 if fp4 else DOWN, columns)
     chunk, block_n = (
         _chunk(width, tile["CHUNK"]),
-        triton.next_power_of_2(triton.cdiv(columns, width)),
+        next_power_of_2(cdiv(columns, width)),
     )
     at_once = tile["num_warps"] * 32 * (BLOCK if fp4 else 8)
     copies = min(max(at_once // (block_n * chunk), 1), tile["BLOCK_D"])
-    _down_kernel[(rows * triton.cdiv(size, tile["BLOCK_D"]),)](
+    _down_kernel[(rows * cdiv(size, tile["BLOCK_D"]),)](
         inner_TF, *_parts(down_EDF), *_parts(shared_down_DF), weights_TN, ids_TN, added_TD, out_TD,
         rows, scale, **sizes, SCALED=scale != 1.0, LEFT=LEFT_OF_SUMS, BLOCK_N=block_n,
         COPIES=copies, **tile | {"CHUNK": chunk}, **pdl(y_TD),

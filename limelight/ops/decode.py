@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl, stages
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import gated
 from limelight.ops.keys import (
     HIDDEN,
@@ -376,9 +376,9 @@ def launch(
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
     most = layout.max_query if blocks is None else blocks.each
-    queries = min(triton.next_power_of_2(most), FEW_QUERIES)
+    queries = min(next_power_of_2(most), FEW_QUERIES)
     group, few = heads // kv_heads, layout.few
-    rows = min(max(16, triton.next_power_of_2(group * queries)), MOST_ROWS)
+    rows = min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
     fp8 = cache.scales_2 is not None
     tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
     # The more queries, the more sums a part leaves behind.
@@ -402,7 +402,7 @@ def launch(
         assert fresh is not None and blocks.each <= FEW_QUERIES
         assert len(positions_T) == len(q_TN) == few * blocks.each and positions_T.is_contiguous()
     pairs = kernel_view(cache)
-    pieces, rounds = triton.cdiv(group * queries, rows), rounds_products(turn, q_TN)
+    pieces, rounds = cdiv(group * queries, rows), rounds_products(turn, q_TN)
     common = {
         "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
         "KEYS": tile.keys, "FRESH": fresh is not None, "APART": apart,
@@ -425,7 +425,7 @@ def launch(
         return
     # All parts at once, as long as they fit in registers; by one warp if possible, which need not
     # wait for others.
-    at_once = min(triton.next_power_of_2(parts), 256)
+    at_once = min(next_power_of_2(parts), 256)
     channels = min(head_dim, max(SUMS_OF_A_WARP // at_once, 32))
     _combine_kernel[(queries, heads * head_dim // channels, few)](
         sums, stats, layout.seq_lens_B, layout.starts_B, positions_T, *end.arguments, out_THC,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, op, pdl
 
 
 def embed_reference(
@@ -46,7 +46,7 @@ def _launch_embed(
     assert codes_T.is_contiguous() and last_tokens_S.is_contiguous() and weight_VD.is_contiguous()
     out_TD = weight_VD.new_empty(count, size)
     if count:
-        _embed_kernel[(count, triton.cdiv(size, 1024))](
+        _embed_kernel[(count, cdiv(size, 1024))](
             codes_T, last_tokens_S, weight_VD, out_TD, D=size, BLOCK_D=1024, num_warps=4,
             **pdl(weight_VD),
         )  # fmt: skip

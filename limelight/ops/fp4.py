@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, op, pdl, stages
+from limelight.ops import by_size, cdiv, op, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 
 BLOCK = 16
@@ -322,7 +322,7 @@ def _launch_unpack(
     count = words.numel()
     if count:
         # A word a thread: what it makes of it is 16 bytes of the result.
-        _unpack_kernel[(triton.cdiv(count, 1024),)](
+        _unpack_kernel[(cdiv(count, 1024),)](
             words, scales, out_NK, count, BLOCK_X=256, ROUNDS=4, num_warps=8, **pdl(codes_NX)
         )
     return out_NK
@@ -541,10 +541,10 @@ def product(
 def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
     (count, columns), rows = x_TF.shape, len(weight)
     block_m, block_n, warps, ahead = by_size(BLOCKS, count)
-    programs = triton.cdiv(count, block_m) * triton.cdiv(rows, block_n)
-    splits = min(triton.cdiv(PROGRAMS, programs), MOST_SPLITS, triton.cdiv(columns, 512))
+    programs = cdiv(count, block_m) * cdiv(rows, block_n)
+    splits = min(cdiv(PROGRAMS, programs), MOST_SPLITS, cdiv(columns, 512))
     # Parts are of whole spans, and none is empty.
-    splits = triton.cdiv(columns, triton.cdiv(columns, splits * SPAN) * SPAN)
+    splits = cdiv(columns, cdiv(columns, splits * SPAN) * SPAN)
     out_TN, outputs, gated = y_TN, y_TN.shape[1], fp32 is not None
     if splits > 1:
         out_TN = torch.empty(splits, count, rows, dtype=torch.float32, device=x_TF.device)
@@ -569,7 +569,7 @@ def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool |
 
 def _finish(sums_STN: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
     (splits, count, _), outputs = sums_STN.shape, y_TN.shape[1]
-    _finish_kernel[(count, triton.cdiv(outputs, 1024))](
+    _finish_kernel[(count, cdiv(outputs, 1024))](
         sums_STN, weight.rows, y_TN, count, N=outputs, GATED=fp32 is not None,
         FP32=bool(fp32), SPLITS=splits, BLOCK_N=1024, num_warps=4, **pdl(y_TN),
     )  # fmt: skip

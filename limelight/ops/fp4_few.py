@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from limelight.ops import cdiv, next_power_of_2
 from limelight.ops.fp4 import FP4, LEFT, outputs_of, row_of, stacked, weights_of, words_of
 
 # Columns that a warp takes at a time.
@@ -147,7 +148,7 @@ def along(columns: int, rows: int, warps: int) -> int:
 
     The others lie along a program's rows, 16 at least.
     """
-    wanted = triton.next_power_of_2(triton.cdiv(columns, 2 * SPAN.value))
+    wanted = next_power_of_2(cdiv(columns, 2 * SPAN.value))
     return min(max(wanted, 16 * warps // rows), warps)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, pdl, stages
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
 from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
@@ -408,19 +408,19 @@ def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tenso
     most = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
     rows_BM = ids_TN.new_empty(most, block_m, dtype=torch.int32)
     blocks_B = ids_TN.new_empty(most, dtype=torch.int32)
-    block_e, sizes_XE = triton.next_power_of_2(experts), None
-    block_p, part, warps = max(128, triton.next_power_of_2(pairs)), 8, 4
+    block_e, sizes_XE = next_power_of_2(experts), None
+    block_p, part, warps = max(128, next_power_of_2(pairs)), 8, 4
     if pairs > SORTED_AT_ONCE:
         block_p, part, warps = 32, SLICE, 8
-        sizes_XE = ids_TN.new_empty(triton.cdiv(pairs, part), block_e, dtype=torch.int32)
+        sizes_XE = ids_TN.new_empty(cdiv(pairs, part), block_e, dtype=torch.int32)
         _count_kernel[(len(sizes_XE),)](
             ids_TN, sizes_XE, pairs, BLOCK_E=block_e, BLOCK_P=part, num_warps=4, **pdl(ids_TN)
         )
-    parts = triton.cdiv(pairs, part)
+    parts = cdiv(pairs, part)
     _place_kernel[(parts,)](
         ids_TN, sizes_XE, rows_BM, blocks_B, pairs, parts, most,
         EXPERTS=experts, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_P=block_p,
-        BLOCK_B=triton.next_power_of_2(triton.cdiv(most, parts)), SLICE=part, num_warps=warps,
+        BLOCK_B=next_power_of_2(cdiv(most, parts)), SLICE=part, num_warps=warps,
         **pdl(ids_TN),
     )  # fmt: skip
     return rows_BM, blocks_B
@@ -478,11 +478,11 @@ def _decoding(
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    most, shared_blocks = len(blocks[1]), triton.cdiv(rows, tile["BLOCK_M"]) if shared else 0
+    most, shared_blocks = len(blocks[1]), cdiv(rows, tile["BLOCK_M"]) if shared else 0
 
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
         kinds = 2 if sizes["GATED"] else 1
-        tiles = (triton.cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
+        tiles = (cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
         programs = sum(n * b for n, b in zip(tiles, (most, shared_blocks), strict=True))
         _grouped_fp4_kernel[(programs,)](
             x, shared_x, *_words(*weights), *blocks, out, shared_out, rows,
@@ -538,16 +538,16 @@ def _multiplying(
     gate_up, down = (t | {"DESCRIBED": t["DESCRIBED"] and aligned} for t in tiles)
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     sizes = {"SIZE": size, "INNER": width, "SHARED": shared, "COUNT": count, "BLOCK_M": block_m}
-    most, shared_blocks = len(blocks[1]), triton.cdiv(rows, block_m) if shared else 0
-    programs = most * triton.cdiv(width, gate_up["BLOCK_N"])
-    programs += shared_blocks * triton.cdiv(shared, gate_up["BLOCK_N"])
+    most, shared_blocks = len(blocks[1]), cdiv(rows, block_m) if shared else 0
+    programs = most * cdiv(width, gate_up["BLOCK_N"])
+    programs += shared_blocks * cdiv(shared, gate_up["BLOCK_N"])
     _grouped_gate_up_kernel[(programs,)](
         y_TD, *_held(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
         inner_PF, shared_TF, rows, y_TD.stride(0), **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
     )  # fmt: skip
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    _grouped_down_kernel[((most + shared_blocks) * triton.cdiv(size, down["BLOCK_N"]),)](
+    _grouped_down_kernel[((most + shared_blocks) * cdiv(size, down["BLOCK_N"]),)](
         inner_PF, shared_TF, *_held(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
         out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
     )  # fmt: skip
@@ -569,7 +569,7 @@ def grouped_moe(
 ) -> torch.Tensor:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
-    each = triton.cdiv(rows * count, experts)
+    each = cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
@@ -589,8 +589,8 @@ def grouped_moe(
             (gate_up, down), count, fp32,
         )  # fmt: skip
     out_TD = y_TD.new_empty(rows, size)
-    block_d = min(1024, triton.next_power_of_2(size))
-    _combine_kernel[(rows, triton.cdiv(size, block_d))](
+    block_d = min(1024, next_power_of_2(size))
+    _combine_kernel[(rows, cdiv(size, block_d))](
         out_PD, shared_TD if added_TD is None else added_TD, weights_TN, out_TD, scale,
         SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4, **pdl(y_TD),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.fp4 import BLOCK, FP4
 from limelight.ops.fp4_few import along, few_parts, finish, held, sums
 
@@ -121,16 +121,14 @@ def few_each(
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
     pairs = rows * count
-    options = {"COUNT": count, "FP32": fp32, "BLOCK_P": triton.next_power_of_2(pairs), **pdl(y_TD)}
+    options = {"COUNT": count, "FP32": fp32, "BLOCK_P": next_power_of_2(pairs), **pdl(y_TD)}
 
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
         tile = by_size(TILES, max(sizes["K"], sizes["SHARED_K"]))
         warps, kinds = tile["num_warps"], 2 if sizes["GATED"] else 1
-        tiles, shared_tiles = (
-            triton.cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N")
-        )
+        tiles, shared_tiles = (cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
         ways, shared_ways = (along(sizes[k], tile["BLOCK_N"], warps) for k in ("K", "SHARED_K"))
-        _grouped_few_kernel[(pairs * tiles + triton.cdiv(rows, 8) * shared_tiles,)](
+        _grouped_few_kernel[(pairs * tiles + cdiv(rows, 8) * shared_tiles,)](
             x, shared_x, *_parts(weights[0]), *_parts(weights[1]), ids_TN, out, shared_out,
             rows, x.stride(0), shared_x.stride(0), WARPS=warps, ALONG=ways,
             SHARED_ALONG=shared_ways, **sizes, **options, **tile,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl, pieces
+from limelight.ops import next_power_of_2, pdl, pieces
 from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, number_of
 from limelight.ops.pieces import PIECE, Cuts, Pieces, best_of, inverted, kept, logits_at, weight_of
 
@@ -256,8 +256,8 @@ def launch(
             *(proposals or (None, None)), None if cuts is None else cuts.min_p_B,
             *made.arguments, accepted_B, tokens_BQ, best_B,
             logits_RV.stride(0), logits_RV.shape[1], count, greedy_below,
-            N=drafts, K=candidates, QB=triton.next_power_of_2(drafts + 1),
-            KB=triton.next_power_of_2(candidates), PIECES=triton.next_power_of_2(count),
+            N=drafts, K=candidates, QB=next_power_of_2(drafts + 1),
+            KB=next_power_of_2(candidates), PIECES=next_power_of_2(count),
             PIECE=PIECE, SAMPLED=sampling is not None, num_warps=8, **pdl(logits_RV),
         )  # fmt: skip
     return accepted_B, tokens_BQ, best_B

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, op, pdl
 
 # What a number is for. A position is drafted again by every pass that starts before it, so the
 # draft in row j of a pass has a stream of its own: DRAFT + j.
@@ -103,7 +103,7 @@ def _launch_draft_uniform(
     assert seed_B.is_contiguous() and position_B.is_contiguous()
     numbers_BN = torch.empty(len(seed_B), drafts, dtype=torch.float32, device=seed_B.device)
     if size := numbers_BN.numel():
-        _draft_uniform_kernel[(triton.cdiv(size, 128),)](
+        _draft_uniform_kernel[(cdiv(size, 128),)](
             seed_B, position_B, numbers_BN, size, N=drafts, BLOCK=128, **pdl(seed_B)
         )
     return numbers_BN

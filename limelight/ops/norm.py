@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import next_power_of_2, op, pdl
 
 
 def rmsnorm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _sandwich_kernel(
 
 def whole_row(size: int) -> dict[str, int]:
     """The whole row, with 16 elements a thread."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
 
 

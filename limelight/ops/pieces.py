@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import pdl
+from limelight.ops import cdiv, next_power_of_2, pdl
 
 PIECE = 2048
 # What a pass over a row takes at once: several pieces, added up in columns.
@@ -328,7 +328,7 @@ def launch(
         for dtype in (torch.float32, torch.int32, torch.float64)
     )
     shape = (logits_RV.stride(0), vocabulary, cap, greedy_below, sequences)
-    known = {"SEQUENCES": triton.next_power_of_2(max(sequences, 1)), "PIECE": PIECE}
+    known = {"SEQUENCES": next_power_of_2(max(sequences, 1)), "PIECE": PIECE}
     cut_R, last_R = None, None
     if cuts is not None:
         cut_R = torch.empty(rows, dtype=torch.float32, device=device)
@@ -341,7 +341,7 @@ def launch(
     if rows and cuts is not None:
         _cut_kernel[(rows,)](
             logits_RV, temperature_B, starts_B, *cuts.arguments, best_RP, sum_RP, cut_R, last_R,
-            *shape, pieces, PIECES=triton.next_power_of_2(pieces), ROWS=TILE_ROWS,
+            *shape, pieces, PIECES=next_power_of_2(pieces), ROWS=TILE_ROWS,
             COLUMNS=TILE_COLUMNS, num_warps=8, **known, **pdl(logits_RV),
         )  # fmt: skip
     return Pieces(best_RP, at_RP, sum_RP, cut_R, last_R)
@@ -349,4 +349,4 @@ def launch(
 
 def count_of(vocabulary: int) -> int:
     """How many pieces a row has."""
-    return triton.cdiv(vocabulary, PIECE)
+    return cdiv(vocabulary, PIECE)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl, stages
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.keys import (
     HIDDEN,
     LOG2E,
@@ -142,9 +142,9 @@ def launch(
     pairs, group = kernel_view(cache), heads // kv_heads
     full, windowed = (FULL, WINDOW) if cache.scales_2 is None else (FULL_FP8, WINDOW_FP8)
     tile = tile or by_size(full if layout.window is None else windowed, layout.max_query)
-    rows = max(tile.rows, triton.next_power_of_2(group))
+    rows = max(tile.rows, next_power_of_2(group))
     queries = rows // group
-    grid = (triton.cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)
+    grid = (cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)
     _prefill_kernel[grid](
         q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, *end.arguments, out_THC,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, op, pdl
+from limelight.ops import by_size, cdiv, op, pdl
 from limelight.ops.paging import LayerCache
 
 
@@ -257,7 +257,7 @@ def _launch_rotation(
         torch.empty(tokens, 1, head_dim, dtype=dtype, device=positions_T.device) for _ in range(2)
     )
     if tokens:
-        _rotation_kernel[(triton.cdiv(tokens, 4),)](
+        _rotation_kernel[(cdiv(tokens, 4),)](
             positions_T, _frequencies(head_dim, theta, positions_T.device), cos, sin, tokens,
             C=head_dim, BLOCK_T=4, **pdl(positions_T),
         )  # fmt: skip
@@ -268,7 +268,7 @@ def _launch_ssmax(positions_T: torch.Tensor) -> torch.Tensor:
     assert positions_T.is_contiguous()
     scale_T = torch.empty(len(positions_T), dtype=torch.float32, device=positions_T.device)
     if len(positions_T):
-        grid = (triton.cdiv(len(positions_T), 128),)
+        grid = (cdiv(len(positions_T), 128),)
         _ssmax_kernel[grid](
             positions_T, scale_T, len(positions_T), BLOCK_T=128, **pdl(positions_T)
         )  # fmt: skip
@@ -297,7 +297,7 @@ def _launch_prepare(
     rounds = rounds_products(turn, qkv_TN)
     if cache.scales_2 is not None:
         pairs_2KSC = pairs_2KSC.view(torch.uint8)
-    _prepare_kernel[(tokens, triton.cdiv(held, block))](
+    _prepare_kernel[(tokens, cdiv(held, block))](
         qkv_TN, weight_2C, slots_T, *angles(turn), ssmax_T, q_THC, pairs_2KSC, cache.scales_2,
         qkv_TN.stride(0), pairs_2KSC.stride(1), heads.eps,
         HEADS=heads.queries, KV_HEADS=heads.keys, C=head_dim,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, op, pdl
+from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
@@ -278,11 +278,11 @@ def _few_logits(
         out_TD, y_TD = (h_TD.new_empty(rows, size) for _ in "hy")
     if rows:
         block_e, warps = by_size(FEW_TILES, size)[rows > 1]
-        programs = triton.cdiv(experts, block_e)
+        programs = cdiv(experts, block_e)
         _row_logits_kernel[(programs, rows)](
             h_TD, x_TD, norm_D, router_ED, out_TD, y_TD, logits_1TE,
             h_TD.stride(0), 0 if x_TD is None else x_TD.stride(0), experts, eps,
-            SIZE=size, CHUNK=min(128 * warps, triton.next_power_of_2(size)),
+            SIZE=size, CHUNK=min(128 * warps, next_power_of_2(size)),
             BLOCK_E=block_e, num_warps=warps, **pdl(h_TD),
         )  # fmt: skip
     return out_TD, y_TD, logits_1TE
@@ -296,9 +296,9 @@ def _logits(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
         return _few_logits(y_TD, router_ED)[2]
     tile = dict(by_size(TILES, rows))
     tile["SHARE"] = min(tile["SHARE"], size)
-    parts = triton.cdiv(size, tile["SHARE"])
+    parts = cdiv(size, tile["SHARE"])
     logits_PTE = y_TD.new_empty(parts, rows, experts, dtype=torch.float32)
-    grid = triton.cdiv(experts, tile["BLOCK_E"]), triton.cdiv(rows, tile["BLOCK_T"]), parts
+    grid = cdiv(experts, tile["BLOCK_E"]), cdiv(rows, tile["BLOCK_T"]), parts
     _logits_kernel[grid](
         y_TD, router_ED, logits_PTE, rows, experts, y_TD.stride(0),
         SIZE=size, **tile, **pdl(y_TD),
@@ -324,8 +324,8 @@ def _select(
         _select_kernel[(rows,)](
             logits_PTE, bias_E, weights_TN, ids_TN, rows, epsilon,
             PARTS=parts, COUNT=count, GROUPS=groups, KEPT=kept_groups, SIZE=size,
-            BLOCK_N=triton.next_power_of_2(count), BLOCK_G=triton.next_power_of_2(groups),
-            BLOCK_X=triton.next_power_of_2(size), num_warps=1, **pdl(logits_PTE),
+            BLOCK_N=next_power_of_2(count), BLOCK_G=next_power_of_2(groups),
+            BLOCK_X=next_power_of_2(size), num_warps=1, **pdl(logits_PTE),
         )  # fmt: skip
     return weights_TN, ids_TN
 

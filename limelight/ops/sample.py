@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl, pieces
+from limelight.ops import next_power_of_2, op, pdl, pieces
 from limelight.ops.activation import softcap
 from limelight.ops.noise import PLAIN, number_of
 from limelight.ops.pieces import (
@@ -216,8 +216,8 @@ def draw(
             logits_RV, temperature_B, uniform_R, *packed, None if cuts is None else cuts.min_p_B,
             *made.arguments, token_R, best_R, last_tokens_S, slots_R,
             logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, sequences, count,
-            SEQUENCES=triton.next_power_of_2(max(sequences, 1)),
-            PIECES=triton.next_power_of_2(count), PIECE=PIECE, num_warps=4, **pdl(logits_RV),
+            SEQUENCES=next_power_of_2(max(sequences, 1)),
+            PIECES=next_power_of_2(count), PIECE=PIECE, num_warps=4, **pdl(logits_RV),
         )  # fmt: skip
     return token_R, best_R
 

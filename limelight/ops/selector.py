@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import next_power_of_2, op, pdl
 from limelight.ops.judge import candidate_probs
 from limelight.ops.pieces import inverted
 from limelight.ops.sample import GREEDY_BELOW, invert
@@ -127,8 +127,8 @@ def _launch_choose(
         _choose_kernel[(batch,)](
             unary_BNK, ids_BNK, gate_BNR, anchors_B, before_VR, after_VR, temperature_B,
             uniform_BN, tokens_BN, scores_BNK, GREEDY_BELOW,
-            N=drafts, K=count, KB=triton.next_power_of_2(count), R=rank,
-            RB=triton.next_power_of_2(rank), num_warps=4, **pdl(unary_BNK),
+            N=drafts, K=count, KB=next_power_of_2(count), R=rank,
+            RB=next_power_of_2(rank), num_warps=4, **pdl(unary_BNK),
         )  # fmt: skip
     return tokens_BN, scores_BNK
 

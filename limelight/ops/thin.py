@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, pdl
+from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4 import (
     ASSEMBLY,
@@ -413,11 +413,11 @@ def one_row(
     y_TN = torch.empty(1, outputs, dtype=dtype or row_TD.dtype, device=row_TD.device)
     options = {"N": outputs, "F": columns, "GATED": fp32 is not None, "FP32": bool(fp32)}
     options |= {"num_warps": tile.warps, "maxnreg": tile.registers, **pdl(row_TD)}
-    grid = (triton.cdiv(rows, tile.rows),)
+    grid = (cdiv(rows, tile.rows),)
     # The widest piece that leaves no rest, if that is not too narrow.
     span = columns & -columns
     if isinstance(weight_DF, FP4):
-        block = span if span >= 256 else triton.next_power_of_2(columns)
+        block = span if span >= 256 else next_power_of_2(columns)
         block = min(block // BLOCK, 32 * tile.warps)
         _one_fp4_kernel[grid](
             h_TD, x_TD, norm_D, *blocks_of(weight_DF), weight_DF.rows, out_TD, y_TN, eps,
@@ -425,7 +425,7 @@ def one_row(
             LEFT=LEFT_OF_SUMS, **options,
         )  # fmt: skip
     else:
-        block = min(span if span >= 256 else triton.next_power_of_2(columns), 256 * tile.warps)
+        block = min(span if span >= 256 else next_power_of_2(columns), 256 * tile.warps)
         _one_kernel[grid](
             h_TD, x_TD, norm_D, weight_DF, out_TD, y_TN, eps,
             BLOCK_N=tile.rows, BLOCK_F=max(block, 32), **options,
@@ -451,7 +451,7 @@ def few_rows(
     options = {"N": outputs, "F": columns, "GATED": fp32 is not None, "FP32": bool(fp32)}
     options |= {"BLOCK_N": tile.rows, "WARPS": tile.warps, "num_warps": tile.warps}
     options |= {"maxnreg": tile.registers}
-    grid = (triton.cdiv(rows, tile.rows),)
+    grid = (cdiv(rows, tile.rows),)
     if isinstance(weight_DF, FP4):
         _few_fp4_kernel[grid](
             x_TF, *few_parts(weight_DF), y_TN, count, x_TF.stride(0),
@@ -461,7 +461,7 @@ def few_rows(
         run = columns // (32 * tile.warps) if columns % (32 * tile.warps) == 0 else 1
         _few_kernel[grid](
             x_TF, weight_DF, y_TN, count, x_TF.stride(0), RUN=run & -run,
-            BLOCK_T=max(triton.next_power_of_2(count), 8), **options, **pdl(x_TF),
+            BLOCK_T=max(next_power_of_2(count), 8), **options, **pdl(x_TF),
         )  # fmt: skip
     return y_TN
 
@@ -486,7 +486,7 @@ def swiglu_rows(gate_up_TG: torch.Tensor, *, fp32: bool) -> torch.Tensor:
     count, outputs = len(gate_up_TG), gate_up_TG.shape[1] // 2
     y_TN = gate_up_TG.new_empty(count, outputs)
     if count:
-        _swiglu_kernel[(count, triton.cdiv(outputs, 1024))](
+        _swiglu_kernel[(count, cdiv(outputs, 1024))](
             gate_up_TG, y_TN, outputs, FP32=fp32, BLOCK_N=1024, num_warps=4, **pdl(gate_up_TG)
         )
     return y_TN

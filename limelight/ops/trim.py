@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, next_power_of_2, op, pdl
 from limelight.ops.sample import GREEDY_BELOW
 
 MOST_ODDS = 40.0
@@ -62,9 +62,9 @@ def _launch_log_odds(scores_BNK: torch.Tensor, temperature_B: torch.Tensor) -> t
     assert temperature_B.shape == (batch,) and temperature_B.is_contiguous()
     odds_BN = torch.empty(batch, drafts, dtype=torch.float32, device=scores_BNK.device)
     if size := odds_BN.numel():
-        _log_odds_kernel[(triton.cdiv(size, 32),)](
+        _log_odds_kernel[(cdiv(size, 32),)](
             scores_BNK, temperature_B, odds_BN, size, GREEDY_BELOW, MOST_ODDS,
-            N=drafts, K=count, KB=triton.next_power_of_2(count), BLOCK=32, **pdl(scores_BNK),
+            N=drafts, K=count, KB=next_power_of_2(count), BLOCK=32, **pdl(scores_BNK),
         )  # fmt: skip
     return odds_BN
 
