@@ -186,6 +186,11 @@ class ServerConfig:
     max_num_queued_tokens: int | None = setting(None, "most prompt tokens that wait; above: 503")
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1: no limit")
     max_body_bytes: int = setting(8 * 2**20, "largest request body")
+    data_parallel_size: int = setting(
+        1, "engines of the model, each with GPUs (or a share of the CPU) of its own",
+        aliases=("-dp",),
+    )  # fmt: skip
+    restart_engine: int = setting(0, "how often an engine that died or hangs is started anew")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get after SIGTERM")
     chat_template: str | None = setting(None, "file with a chat template to use instead")
     default_chat_template_kwargs: dict[str, object] | None = setting(
@@ -236,8 +241,8 @@ class ServerConfig:
     def __post_init__(self):
         _check_choices(self)
         _check_at_least(
-            self, port=0, max_num_queued_reqs=0, max_num_queued_tokens=0, max_logprobs=-1,
-            max_body_bytes=1, stream_interval=1,
+            self, port=0, data_parallel_size=1, restart_engine=0, max_num_queued_reqs=0,
+            max_num_queued_tokens=0, max_logprobs=-1, max_body_bytes=1, stream_interval=1,
         )  # fmt: skip
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535; got {self.port}")

@@ -63,7 +63,6 @@ BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--batch-invariant": (),
     "--cpu-offload-gb": (),
-    "--data-parallel-size": ("-dp",),
     "--download-dir": (),
     "--enable-expert-parallel": ("-ep",),
     "--enable-lora": (),

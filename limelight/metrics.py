@@ -1,7 +1,8 @@
 """The metrics, under the names that dashboards for vLLM read; nothing else knows these names."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from limelight.stats import EngineStats, ModelInfo, SpeculationStats
 
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -28,19 +30,20 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 class Metrics:
     """Everything that `/metrics` shows of one model, in a registry of its own.
 
-    `stats` and `info` are asked at each scrape; `info` gives None until the model is loaded.
+    `stats`, of each engine, and `info` are asked at each scrape; `info` gives None until the model
+    is loaded. What is counted by request stands under the first engine.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        stats: Callable[[], EngineStats],
+        stats: Callable[[], Sequence[EngineStats]],
         info: Callable[[], ModelInfo | None],
     ):
         self.registry = CollectorRegistry()
         self._labels = (model, ENGINE)
-        self.registry.register(_EngineCollector(self._labels, stats, info))
+        self.registry.register(_EngineCollector(model, stats, info))
         ProcessCollector(registry=self.registry)
         self._make_counters()
         self._make_histograms()
@@ -180,15 +183,15 @@ class SequenceTimes:
 
 
 class _EngineCollector(Collector):
-    """What the engine itself counts, read at each scrape."""
+    """What the engines themselves count, read at each scrape."""
 
     def __init__(
         self,
-        labels: tuple[str, str],
-        stats: Callable[[], EngineStats],
+        model: str,
+        stats: Callable[[], Sequence[EngineStats]],
         info: Callable[[], ModelInfo | None],
     ):
-        self.labels = labels
+        self.model = model
         self.stats = stats
         self.info = info
 
@@ -196,74 +199,86 @@ class _EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        stats = self.stats()
-        yield self._gauge("num_requests_running", "Sequences in the step", stats.running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait for room", stats.waiting)
+        each = self.stats()
+
+        def of(field: str) -> list[float]:
+            return [getattr(one, field) for one in each]
+
+        always = [1] * len(each)
+        yield self._gauge("num_requests_running", "Sequences in the step", of("running"))
+        yield self._gauge("num_requests_waiting", "Sequences that wait for room", of("waiting"))
         yield self._gauge(
-            "num_requests_waiting_by_reason", "Sequences that wait, by reason", stats.waiting,
+            "num_requests_waiting_by_reason", "Sequences that wait, by reason", of("waiting"),
             reason="capacity",
         )  # fmt: skip
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", stats.cache_usage)
-        yield self._gauge("engine_sleep_state", "1 for the present state", 1, sleep_state="awake")
-        yield self._counter("num_preemptions", "Sequences put back", stats.preemptions)
-        yield self._counter("prefix_cache_queries", "Tokens looked up", stats.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found", stats.prefix_hits)
-        yield self._step_tokens(stats)
-        if stats.speculation is not None:
-            yield from self._speculation(stats.speculation)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", of("cache_usage"))
+        yield self._gauge(
+            "engine_sleep_state", "1 for the present state", always, sleep_state="awake"
+        )
+        yield self._counter("num_preemptions", "Sequences put back", of("preemptions"))
+        yield self._counter("prefix_cache_queries", "Tokens looked up", of("prefix_queries"))
+        yield self._counter("prefix_cache_hits", "Tokens found", of("prefix_hits"))
+        yield self._step_tokens(each)
+        drafting = [one.speculation for one in each if one.speculation is not None]
+        if len(drafting) == len(each):
+            yield from self._speculation(drafting)
         if (info := self.info()) is not None:
             yield self._gauge(
-                "cache_config_info", "The KV cache", 1,
+                "cache_config_info", "The KV cache", always,
                 block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
             )  # fmt: skip
 
-    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
-        counts = {
-            "num_drafts": ("Verifications with a draft at least", stats.steps),
-            "num_draft_tokens": ("Drafts that were verified", stats.verified),
-            "num_offered_tokens": ("Drafts that could have been verified", stats.offered),
-            "num_made_tokens": ("Drafts that the drafter made", stats.drafted),
-            "num_accepted_tokens": ("Drafts that were accepted", stats.accepted),
-            "predicted_accepted_tokens": ("Verified drafts by their chance", stats.predicted),
-        }
-        for name, (help, value) in counts.items():
-            yield self._counter(f"spec_decode_{name}", help, value)
-        for name, help, values in (
-            ("num_draft_tokens_per_pos", "Drafts verified, by place", stats.verified_at),
-            ("num_accepted_tokens_per_pos", "Drafts accepted, by place", stats.accepted_at),
+    def _speculation(self, each: list[SpeculationStats]) -> Iterator[Metric]:
+        for name, help, field in (
+            ("num_drafts", "Verifications with a draft at least", "steps"),
+            ("num_draft_tokens", "Drafts that were verified", "verified"),
+            ("num_offered_tokens", "Drafts that could have been verified", "offered"),
+            ("num_made_tokens", "Drafts that the drafter made", "drafted"),
+            ("num_accepted_tokens", "Drafts that were accepted", "accepted"),
+            ("predicted_accepted_tokens", "Verified drafts by their chance", "predicted"),
         ):
-            family = CounterMetricFamily(
-                f"vllm:spec_decode_{name}", help, labels=(*LABELS, "position")
-            )
-            for place, value in enumerate(values):
-                family.add_metric([*self.labels, str(place)], value)
+            yield self._counter(f"spec_decode_{name}", help, [getattr(o, field) for o in each])
+        for family, field in (
+            (self._by_place(CounterMetricFamily, "num_draft_tokens_per_pos",
+                            "Drafts verified, by place"), "verified_at"),
+            (self._by_place(CounterMetricFamily, "num_accepted_tokens_per_pos",
+                            "Drafts accepted, by place"), "accepted_at"),
+            (self._by_place(GaugeMetricFamily, "intercept", "Of acceptance, by place"),
+             "intercepts"),
+        ):  # fmt: skip
+            for engine, one in enumerate(each):
+                for place, value in enumerate(getattr(one, field)):
+                    family.add_metric([self.model, str(engine), str(place)], value)
             yield family
-        yield self._gauge("spec_decode_budget", "Drafts verified in the last step", stats.budget)
-        yield self._gauge("spec_decode_other_rows", "Its other rows", stats.rows)
-        yield self._gauge("spec_decode_drafting", "1: the drafter works", stats.drafting)
-        yield self._gauge("spec_decode_synthetic", "1: accepted at told rates", stats.synthetic)
-        yield self._gauge("spec_decode_slope", "Of acceptance by log odds", stats.slope)
-        intercepts = GaugeMetricFamily(
-            "vllm:spec_decode_intercept", "Of acceptance, by place", labels=(*LABELS, "position")
-        )
-        for place, intercept in enumerate(stats.intercepts):
-            intercepts.add_metric([*self.labels, str(place)], intercept)
-        yield intercepts
+        for name, help, field in (
+            ("budget", "Drafts verified in the last step", "budget"),
+            ("other_rows", "Its other rows", "rows"),
+            ("drafting", "1: the drafter works", "drafting"),
+            ("synthetic", "1: accepted at told rates", "synthetic"),
+            ("slope", "Of acceptance by log odds", "slope"),
+        ):
+            yield self._gauge(f"spec_decode_{name}", help, [getattr(o, field) for o in each])
 
-    def _gauge(self, name: str, help: str, value: float, **labels: str) -> Metric:
+    def _by_place(self, kind: type[Family], name: str, help: str) -> Family:
+        return kind(f"vllm:spec_decode_{name}", help, labels=(*LABELS, "position"))
+
+    def _gauge(self, name: str, help: str, values: Sequence[float], **labels: str) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=(*LABELS, *labels))
-        family.add_metric([*self.labels, *labels.values()], value)
+        for engine, value in enumerate(values):
+            family.add_metric([self.model, str(engine), *labels.values()], value)
         return family
 
-    def _counter(self, name: str, help: str, value: float) -> Metric:
+    def _counter(self, name: str, help: str, values: Sequence[float]) -> Metric:
         family = CounterMetricFamily(f"vllm:{name}", help, labels=LABELS)
-        family.add_metric(self.labels, value)
+        for engine, value in enumerate(values):
+            family.add_metric([self.model, str(engine)], value)
         return family
 
-    def _step_tokens(self, stats: EngineStats) -> Metric:
+    def _step_tokens(self, each: Sequence[EngineStats]) -> Metric:
         # The engine reports sums, so the one bucket that is known holds all steps.
         family = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens of an engine step", labels=LABELS
         )
-        family.add_metric(self.labels, [("+Inf", stats.steps)], stats.step_tokens)
+        for engine, one in enumerate(each):
+            family.add_metric([self.model, str(engine)], [("+Inf", one.steps)], one.step_tokens)
         return family

@@ -217,6 +217,8 @@ class Request:
     priority: int = 0  # a lower number goes first
     cache_salt: str = ""
     arrival: float = 0.0
+    session: str | None = None  # where there are several engines: one of its own
+    replica: int | None = None  # or which of them
 
 
 @dataclass(eq=False, slots=True)

@@ -163,7 +163,7 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["-dp", "4"],
+        ["-ep"],
         ["--enable-expert-parallel"],
         ["--kv-cache-dtype", "fp8_e5m2"],
         ["--quantization=fp8"],
@@ -175,14 +175,14 @@ def test_a_feature_still_to_come_is_refused_by_name(capsys, argv):
     line = complaint(capsys, "serve", "flint-nano", *argv)
     assert "not supported yet" in line
     name = argv[0].split(".")[0].split("=")[0].replace("_", "-")
-    long = {"-dp": "data-parallel-size"}
+    long = {"-ep": "enable-expert-parallel"}
     assert long.get(name, name) in line
 
 
 def test_all_features_still_to_come_are_named_at_once(capsys):
-    argv = ["serve", "-dp", "4", "--moe-backend", "x", "--enable-expert-parallel"]
+    argv = ["serve", "-pp", "4", "--moe-backend", "x", "--enable-expert-parallel"]
     line = complaint(capsys, *argv)
-    assert "--data-parallel-size, --enable-expert-parallel are not supported yet" in line
+    assert "--pipeline-parallel-size, --enable-expert-parallel are not supported yet" in line
 
 
 def test_flags_without_a_meaning_here_are_ignored_with_a_line_each():

@@ -7,7 +7,7 @@ from limelight.stats import EngineStats, SpeculationStats
 
 
 def told(stats: EngineStats) -> dict[str, float]:
-    text = Metrics("m", stats=lambda: stats, info=lambda: None).render().decode()
+    text = Metrics("m", stats=lambda: [stats], info=lambda: None).render().decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode")]
     values = {}
     for line in lines:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ SECONDS_OF_SILENCE = 10.0
 SECONDS_OF_STEP = 120.0
 SECONDS_TO_END = 5.0
 MILLISECONDS_OF_LAST_WORDS = 200
+NOTHING: Mapping[str, str] = {}
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.process")
 
 
@@ -45,8 +47,9 @@ class EngineStatus:
 class EngineClient:
     """Starts an engine process, sends it requests and hands out its outputs."""
 
-    def __init__(self, config: EngineConfig):
-        self.config = config
+    def __init__(self, config: EngineConfig, env: Mapping[str, str] = NOTHING):
+        """`env` is what the process has in its environment beside what this one has."""
+        self.config, self.env = config, env
         self.stats = EngineStats()
         self._info: ModelInfo | None = None
         self._ready = asyncio.Event()
@@ -63,6 +66,11 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is there to be asked about."""
+        return self._info is not None
 
     @property
     def info(self) -> ModelInfo:
@@ -86,8 +94,9 @@ class EngineClient:
         self._commands.bind(f"ipc://{self._folder}/commands")
         self._reports.bind(f"ipc://{self._folder}/reports")
         self._process = await asyncio.create_subprocess_exec(
-            *PROGRAM, str(self._folder), stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
+            *PROGRAM, str(self._folder), stdin=asyncio.subprocess.PIPE, start_new_session=True,
+            env={**os.environ, **self.env},
+        )  # fmt: skip
         assert self._process.stdin is not None
         # Not among the arguments, which every user of the machine can read.
         self._process.stdin.write(msgspec.json.encode(self.config) + b"\n")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from limelight import __version__
 from limelight.config import EngineConfig, ServerConfig
-from limelight.engine.client import EngineClient
+from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
 from limelight.server.anthropic import Told
-from limelight.server.http import read_body, until_gone
+from limelight.server.http import Call, read_body, until_gone
 from limelight.server.lifecycle import Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
@@ -37,7 +38,7 @@ MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def create_app(
-    client: EngineClient,
+    client: Replicas,
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     config: ServerConfig,
@@ -97,7 +98,7 @@ class Post:
     def __init__(
         self,
         service: Service,
-        answer: Callable[[bytes, str, Send], Coroutine[object, object, None]],
+        answer: Callable[[Call, Send], Coroutine[object, object, None]],
     ):
         self.service = service
         self.answer = answer
@@ -105,8 +106,8 @@ class Post:
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
         with self.service.lifecycle.open_request():
             body = await read_body(scope, receive, self.service.config.max_body_bytes)
-            request_id = scope["state"]["request_id"]
-            await until_gone(self.answer(body, request_id, send), receive)
+            call = Call.read(body, scope["state"]["request_id"], Headers(scope=scope))
+            await until_gone(self.answer(call, send), receive)
 
 
 def _routes(service: Service) -> list[Route]:
@@ -188,7 +189,10 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         print(f"limelight: loading {model}; listening on {url}, a page is there too", flush=True)
 
         async def main() -> int:
-            client = EngineClient(engine_config)
+            client = Replicas(
+                engine_config,
+                count=server_config.data_parallel_size, restarts=server_config.restart_engine,
+            )  # fmt: skip
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
                 model=model, defaults=texts.defaults, form=texts.form,

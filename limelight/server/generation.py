@@ -5,8 +5,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from limelight.engine.client import EngineClient
 from limelight.engine.front import Choice, Delta
+from limelight.engine.replicas import Replicas
 from limelight.metrics import Metrics, SequenceTimes
 from limelight.server.http import Refused, without_private
 from limelight.server.openai import Question
@@ -83,7 +83,7 @@ class Generation:
         prepared: Prepared,
         question: Question,
         *,
-        client: EngineClient,
+        client: Replicas,
         tokenizer: Tokenizer | None,
         place: Place,
         metrics: Metrics,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 import msgspec
 from starlette.datastructures import Headers
@@ -15,6 +16,7 @@ from limelight.types import RequestError
 
 logger = logging.getLogger(__name__)
 
+REPLICA = "X-data-parallel-rank"
 LONGEST_MESSAGE = 500
 LONGEST_REQUEST_ID = 64
 ERROR_TYPES = {
@@ -66,6 +68,25 @@ class Refused(Exception):
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a client sends to a route: a body, and in its headers what becomes of the answer."""
+
+    body: bytes
+    id: str
+    session: str | None = None  # its requests go to one engine
+    replica: int | None = None  # or they name one
+
+    @classmethod
+    def read(cls, body: bytes, request_id: str, headers: Headers) -> "Call":
+        """`RequestError` for a replica that is no number."""
+        replica = headers.get(REPLICA)
+        if replica is not None and not (replica.isascii() and replica.isdecimal()):
+            raise RequestError(f"{REPLICA} must be a number; got {replica[:20]!r}", param=REPLICA)
+        session = headers.get("X-Session-ID")
+        return cls(body, request_id, session, None if replica is None else int(replica[:9]))
 
 
 class Gone(Exception):

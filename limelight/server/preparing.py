@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from limelight.engine.front import make_requests
 from limelight.server.bodies import renamed
+from limelight.server.http import Call
 from limelight.server.openai import Question
 from limelight.server.parsing import Handler
 from limelight.server.prompts import Prompt, Prompts
@@ -23,7 +24,9 @@ class Prepared:
     parsers: list[AnswerParser]
 
 
-def prepare(question: Question, prompts: Prompts, handler: Handler, info: ModelInfo) -> Prepared:
+def prepare(
+    question: Question, call: Call, prompts: Prompts, handler: Handler, info: ModelInfo
+) -> Prepared:
     """All that is needed to answer; `RequestError` names fields as the body does."""
     # Two clients may choose the same X-Request-Id; the engine must still tell them apart.
     unique = f"{question.id}-{uuid.uuid4().hex[:8]}"
@@ -44,7 +47,13 @@ def prepare(question: Question, prompts: Prompts, handler: Handler, info: ModelI
             prepared.prompts.append(prompt)
             for request in requests:
                 prepared.requests.append(
-                    replace(request, constraint=handling.constraint, reasoning=handling.reasoning)
+                    replace(
+                        request,
+                        constraint=handling.constraint,
+                        reasoning=handling.reasoning,
+                        session=call.session,
+                        replica=call.replica,
+                    )  # fmt: skip
                 )
                 if handling.parser is not None:
                     prepared.parsers.append(copy.deepcopy(handling.parser))

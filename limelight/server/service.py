@@ -11,15 +11,15 @@ from typing import ParamSpec, TypeVar
 from starlette.types import Send
 
 from limelight.config import ServerConfig
-from limelight.engine.client import EngineClient
 from limelight.engine.front import Delta
+from limelight.engine.replicas import Replicas
 from limelight.metrics import Metrics
 from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
 from limelight.server.anthropic_answer import MessageAnswer
 from limelight.server.bodies import DetokenizeFields, TokenizeFields, decode
 from limelight.server.generation import Generation, Place, Queue
-from limelight.server.http import refusal, send_json, start
+from limelight.server.http import Call, refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
 from limelight.server.messages import Conversation, ConversationFields, read_conversation
 from limelight.server.openai import Question, Reader
@@ -56,7 +56,7 @@ class Service:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Replicas,
         prompts: Prompts,
         reader: Reader,
         config: ServerConfig,
@@ -81,17 +81,17 @@ class Service:
     def _info(self) -> ModelInfo | None:
         return self.client.info if self.client.status.phase == "ready" else None
 
-    async def chat(self, body: bytes, request_id: str, send: Send):
+    async def chat(self, call: Call, send: Send):
         """/v1/chat/completions"""
-        await self.ask(self.reader.chat(body, request_id), len(body), send)
+        await self.ask(self.reader.chat(call.body, call.id), call, send)
 
-    async def completion(self, body: bytes, request_id: str, send: Send):
+    async def completion(self, call: Call, send: Send):
         """/v1/completions"""
-        await self.ask(self.reader.completion(body, request_id), len(body), send)
+        await self.ask(self.reader.completion(call.body, call.id), call, send)
 
-    async def response(self, body: bytes, request_id: str, send: Send):
+    async def response(self, call: Call, send: Send):
         """/v1/responses"""
-        question, fields = read_response(self.reader, body, request_id)
+        question, fields = read_response(self.reader, call.body, call.id)
 
         def tell(question: Question, prompts: list[Prompt]) -> Teller:
             return ResponseAnswer(
@@ -100,11 +100,11 @@ class Service:
                 tell_cached=self.config.enable_prompt_tokens_details,
             )  # fmt: skip
 
-        await self.ask(question, len(body), send, tell)
+        await self.ask(question, call, send, tell)
 
-    async def message(self, body: bytes, request_id: str, send: Send):
+    async def message(self, call: Call, send: Send):
         """/v1/messages"""
-        question = read_message(self.reader, body, request_id)
+        question = read_message(self.reader, call.body, call.id)
 
         def tell(question: Question, prompts: list[Prompt]) -> Teller:
             return MessageAnswer(
@@ -113,27 +113,27 @@ class Service:
                 tell_cached=self.config.enable_prompt_tokens_details,
             )
 
-        await self.ask(question, len(body), send, tell)
+        await self.ask(question, call, send, tell)
 
-    async def count_tokens(self, body: bytes, request_id: str, send: Send):
+    async def count_tokens(self, call: Call, send: Send):
         """/v1/messages/count_tokens"""
-        question = read_message(self.reader, body, request_id, counts=True)
+        question = read_message(self.reader, call.body, call.id, counts=True)
         [prompt] = await self._in_thread(
-            len(body), self.prompts.read, question.source, add_special_tokens=False
+            len(call.body), self.prompts.read, question.source, add_special_tokens=False
         )
         await send_json(send, {"input_tokens": len(prompt.token_ids)})
 
-    async def tokenize(self, body: bytes, request_id: str, send: Send):
+    async def tokenize(self, call: Call, send: Send):
         """/tokenize, of a prompt or of a conversation."""
-        fields = decode(body, TokenizeFields)
+        fields = decode(call.body, TokenizeFields)
         self.reader.check_model(fields.model)
         source: Conversation | list[str | list[int]]
         source = [fields.prompt or ""]
         if fields.prompt is None:
-            source = read_conversation(decode(body, ConversationFields), self.config)
+            source = read_conversation(decode(call.body, ConversationFields), self.config)
         special = fields.add_special_tokens
         [prompt] = await self._in_thread(
-            len(body),
+            len(call.body),
             self.prompts.read,
             source,
             add_special_tokens=isinstance(source, list) if special is None else special,
@@ -148,21 +148,28 @@ class Service:
             answer["token_strs"] = self.prompts.token_texts(prompt.token_ids)
         await send_json(send, answer)
 
-    async def detokenize(self, body: bytes, request_id: str, send: Send):
+    async def detokenize(self, call: Call, send: Send):
         """/detokenize"""
-        fields = decode(body, DetokenizeFields)
+        fields = decode(call.body, DetokenizeFields)
         self.reader.check_model(fields.model)
         await send_json(
-            send, {"prompt": await self._in_thread(len(body), self.prompts.text, fields.tokens)}
+            send,
+            {"prompt": await self._in_thread(len(call.body), self.prompts.text, fields.tokens)},
         )
 
     async def ask(
-        self, question: Question, size: int, send: Send, make_teller: MakeTeller | None = None
+        self, question: Question, call: Call, send: Send, make_teller: MakeTeller | None = None
     ):
-        """Answer a question that came in a body of `size` bytes, told as one of the APIs does."""
+        """Answer a question that came in a call, told as one of the APIs does."""
         with Place(self.queue, question.num_sequences) as place:
             prepared = await self._in_thread(
-                size, prepare, question, self.prompts, self.handler, self.client.info
+                len(call.body),
+                prepare,
+                question,
+                call,
+                self.prompts,
+                self.handler,
+                self.client.info,
             )
             place.hold(sum(len(request.prompt_token_ids) for request in prepared.requests))
             self.metrics.choices.observe(question.params.n)

@@ -83,7 +83,9 @@ class FakeEngine:
     speaking: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
-    stats: EngineStats = EngineStats(running=3, waiting=2, cache_usage=0.25, steps=7, step_tokens=9)
+    stats: tuple[EngineStats, ...] = (
+        EngineStats(running=3, waiting=2, cache_usage=0.25, steps=7, step_tokens=9),
+    )
 
     @property
     def info(self) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""`serve -tp 2`: a server whose model is divided between two processes."""
+"""`serve -tp 2` and `-dp 2`: a server of a model in two halves, and of two whole ones."""
 
 import os
 import signal
@@ -72,3 +72,33 @@ def test_a_divided_server_answers_as_one_and_ends_with_its_rank():
         assert client.post("/v1/completions", json=body).status_code == 503
         assert process.wait(timeout=20) == 1
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=5)
+
+
+@pytest.mark.slow
+def test_two_engines_answer_as_one_and_one_that_is_killed_comes_back():
+    with served("-dp", "2", "--restart-engine", "1") as (process, client):
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+
+        def text(**headers: str) -> str:
+            answer = client.post("/v1/completions", json=body, headers=headers)
+            return answer.json()["choices"][0]["text"]
+
+        both = [text(**{"X-data-parallel-rank": rank}) for rank in "01"]
+        assert both[0] == both[1] == text() == text(**{"X-Session-ID": "s"})
+        refused = client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": "2"})
+        assert refused.status_code == 400 and "from 0 to 1" in refused.text
+        running = [line for line in client.get("/metrics").text.splitlines() if "running{" in line]
+        assert ['engine="0"' in running[0], 'engine="1"' in running[1]] == [True, True]
+        below = descendants(process.pid)
+        engines = [pid for pid, command in below.items() if "engine.process" in command]
+        os.kill(engines[0], signal.SIGKILL)
+        assert text() == both[0]
+        assert client.get("/health").status_code == 200
+        wait_until(
+            lambda: client.post(
+                "/v1/completions", json=body, headers={"X-data-parallel-rank": "0"}
+            ).status_code == 200,
+            seconds=60,
+        )  # fmt: skip
+        os.kill(engines[1], signal.SIGKILL)
+        assert process.wait(timeout=30) == 1

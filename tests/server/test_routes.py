@@ -214,3 +214,28 @@ def test_a_stream_that_fails_later_ends_with_an_error_event(make_api):
     assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["", "H", "e"]
     assert last["error"]["code"] == 503
     assert "0xdeadbeef" not in str(last) and "secret" not in str(last)
+
+
+def test_headers_say_which_engine_is_to_answer(make_api):
+    engine = FakeEngine()
+    api = make_api(engine)
+    headers = {"X-Session-ID": "trajectory 7", "X-data-parallel-rank": "1"}
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": ["Once", "Twice"], "n": 2}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
+    ):
+        engine.requests.clear()
+        assert api.post(path, json=fields, headers=headers).status_code == 200
+        assert {(one.session, one.replica) for one in engine.requests} == {("trajectory 7", 1)}
+    api.chat()
+    assert (engine.requests[-1].session, engine.requests[-1].replica) == (None, None)
+
+
+@pytest.mark.parametrize("rank", [b"-1", b"one", b"1.5", b"", "\u0663".encode()])
+def test_a_rank_that_is_no_number_is_refused(api, rank):
+    headers = [(b"X-data-parallel-rank", rank)]
+    answer = api.post("/v1/completions", json={"prompt": "Once"}, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "X-data-parallel-rank"

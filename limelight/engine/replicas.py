@@ -1,0 +1,162 @@
+"""Engines of the same model, each a process of its own, seen as one; also one that is restarted."""
+
+import asyncio
+import logging
+import os
+import subprocess
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from limelight.config import EngineConfig
+from limelight.engine.client import EngineClient, EngineDead, EngineStatus
+from limelight.engine.router import Router
+from limelight.stats import EngineStats, ModelInfo
+from limelight.types import Output, Request, RequestError
+
+logger = logging.getLogger(__name__)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SECONDS_BETWEEN_LOOKS = 0.2
+
+
+class Replicas:
+    """Starts `count` engines and gives each request to one of them.
+
+    An engine that dies, or hangs, after it was ready is started anew, up to `restarts` times in
+    all; one that is not counts as the death of all. `ValueError` for GPUs that are too few.
+    """
+
+    def __init__(self, config: EngineConfig, *, count: int = 1, restarts: int = 0):
+        self.restarts = restarts
+        self.places = _places(config, count)
+        self.router = Router(count)
+        self.clients = [EngineClient(config, env) for config, env in self.places]
+        self.began = [False] * count  # whether each has been ready
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def info(self) -> ModelInfo:
+        return next((one.info for one in self.clients if one.is_loaded), self.clients[0].info)
+
+    @property
+    def stats(self) -> list[EngineStats]:
+        """Of each engine."""
+        return [client.stats for client in self.clients]
+
+    @property
+    def status(self) -> EngineStatus:
+        """Of the engine that is furthest behind; but once all were ready, one that is will do."""
+        each = [client.status for client in self.clients]
+        for place, one in enumerate(each):
+            if one.phase == "dead" and not self._may_restart(place):
+                return one
+        behind = [one for one in each if one.phase != "ready"]
+        if not behind:
+            return min(each, key=lambda one: one.healthy)
+        if all(self.began) and len(behind) < len(each):
+            return EngineStatus("ready", 100.0, True, f"{len(behind)} of {len(each)} are starting")
+        first = min(behind, key=lambda one: one.percent)
+        return (
+            EngineStatus("restarting", 0.0, True, first.detail) if first.phase == "dead" else first
+        )
+
+    async def start(self) -> None:
+        """Spawn the processes; each loads the model by itself."""
+        await asyncio.gather(*(client.start() for client in self.clients))
+        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self.clients))]
+
+    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        """As `EngineClient.submit`; a request whose engine dies before it says a word is given to
+        another, if there is one. `RequestError` for a replica that is not there."""
+        said = False
+        while True:
+            engines = self._choice(request)
+            with self.router.errand(
+                request.prompt_token_ids, engines, salt=request.cache_salt, session=request.session
+            ) as errand:
+                try:
+                    stream = self.clients[errand.engine].submit(request)
+                    async with aclosing(stream) as outputs:
+                        async for output in outputs:
+                            errand.answered()
+                            said = True
+                            yield output
+                        return
+                except EngineDead:
+                    if said or not self._alive:
+                        raise
+
+    async def close(self) -> None:
+        """End all processes and what belongs to them."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+    @property
+    def _alive(self) -> list[int]:
+        return [i for i, one in enumerate(self.clients) if one.status.phase == "ready"]
+
+    def _may_restart(self, place: int) -> bool:
+        return self.began[place] and self.restarts > 0
+
+    def _choice(self, request: Request) -> list[int]:
+        """The engines that may get a request."""
+        if request.replica is None:
+            # With none alive the first one says why.
+            return self._alive or [0]
+        if not 0 <= request.replica < len(self.clients):
+            raise RequestError(
+                f"there is no replica {request.replica}; they go from 0 to {len(self.clients) - 1}",
+                param="X-data-parallel-rank",
+            )
+        return [request.replica]
+
+    async def _keep(self, place: int) -> None:
+        """Start the engine at a place anew when it has died or hangs, as long as that may be."""
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            status = self.clients[place].status
+            self.began[place] |= status.phase == "ready"
+            if status.healthy or not self._may_restart(place):
+                continue
+            self.restarts -= 1
+            logger.error("engine %d is started anew: %s", place, status.detail)
+            await self.clients[place].close()
+            self.router.forget(place)
+            config, env = self.places[place]
+            self.clients[place] = EngineClient(config, env)
+            await self.clients[place].start()
+
+
+def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:
+    """The config of each engine, and the environment that gives it GPUs of its own."""
+    if count == 1:
+        return [(config, {})]
+    gpus = [] if config.device == "cpu" else _gpus()
+    if not gpus:
+        threads = max(1, (os.cpu_count() or 1) // count)
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        share = config.gpu_memory_utilization / count
+        return [(replace(config, gpu_memory_utilization=share), env)] * count
+    each = config.tensor_parallel_size
+    if count * each > len(gpus):
+        raise ValueError(
+            f"--data-parallel-size {count} with {each} GPUs an engine needs {count * each} GPUs; "
+            f"this machine shows {len(gpus)}"
+        )
+    return [(config, {VISIBLE: ",".join(gpus[i * each : (i + 1) * each])}) for i in range(count)]
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that a process may use, as CUDA takes them."""
+    if VISIBLE in os.environ:
+        return [name for name in os.environ[VISIBLE].split(",") if name.strip()]
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.split()

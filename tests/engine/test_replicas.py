@@ -1,0 +1,153 @@
+"""Several engines behind one front: each request is served by one, and a lost one is replaced."""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from tiny import prompts, request, write_checkpoint
+
+from limelight.config import EngineConfig
+from limelight.engine import replicas
+from limelight.engine.client import EngineDead
+from limelight.engine.replicas import Replicas
+from limelight.types import RequestError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, "flint")
+    return folder
+
+
+@asynccontextmanager
+async def started(folder, **given):
+    config = EngineConfig(
+        model=str(folder), device="cpu", max_num_seqs=8, kv_cache_memory_bytes=2**22
+    )
+    front = Replicas(config, **given)
+    try:
+        await front.start()
+        await until(lambda: front.status.phase in ("ready", "dead"))
+        assert front.status.phase == "ready", front.status
+        yield front
+    finally:
+        await front.close()
+
+
+async def until(condition, seconds=60):
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+async def text(front, one):
+    return [token async for output in front.submit(one) for token in output.token_ids]
+
+
+def for_one(place, max_tokens=5):
+    """A request that names the engine it is for."""
+    return replace(request([7, 8], max_tokens=max_tokens), replica=place)
+
+
+def kill(front, place):
+    os.kill(front.clients[place]._process.pid, signal.SIGKILL)
+
+
+def test_requests_spread_over_engines_and_get_what_one_gives(folder):
+    async def main():
+        asked = [request(p, max_tokens=12) for p in prompts(*range(3, 15))]
+        async with started(folder, count=1) as front:
+            alone = [await text(front, one) for one in asked]
+        async with started(folder, count=2) as front:
+            assert await asyncio.gather(*(text(front, one) for one in asked)) == alone
+            assert all(stats.steps > 0 for stats in front.stats)
+            before = front.stats[0].steps
+            await text(front, for_one(1))
+            assert front.stats[0].steps == before
+            with pytest.raises(RequestError, match="no replica 2"):
+                await text(front, for_one(2))
+            assert [front.router.work(i) for i in range(2)] == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_killed_is_started_anew_and_the_other_serves_on(folder):
+    async def main():
+        async with started(folder, count=2, restarts=1) as front:
+            pid = front.clients[0]._process.pid
+            stream = front.submit(for_one(0, max_tokens=400))
+            await anext(stream)
+            kill(front, 0)
+            with pytest.raises(EngineDead, match="signal 9"):
+                async for _ in stream:
+                    pass
+            # Who has not had a word yet is served by the other one.
+            assert await text(front, request([7, 8], max_tokens=5))
+            assert front.status.phase == "ready" and front.status.healthy
+            await until(lambda: len(front._alive) == 2)
+            assert front.clients[0]._process.pid != pid
+            assert await text(front, for_one(0))
+            # No start is left.
+            kill(front, 1)
+            await until(lambda: front.status.phase == "dead")
+            assert not front.status.healthy
+
+    asyncio.run(main())
+
+
+def test_one_engine_alone_is_started_anew_too_and_a_hanging_one_as_well(folder, monkeypatch):
+    monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.5)
+
+    async def main():
+        async with started(folder, restarts=2) as front:
+            kill(front, 0)
+            await until(lambda: front.status.phase != "ready")
+            assert front.status.phase != "dead"
+            await until(lambda: front.status.phase == "ready")
+            hanging = front.clients[0]
+            os.kill(hanging._process.pid, signal.SIGSTOP)
+            await until(lambda: front.clients[0] is not hanging)
+            await until(lambda: front.status.phase == "ready")
+            assert await text(front, request([7, 8], max_tokens=5)) and front.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_a_start_that_fails_is_not_tried_again(folder, tmp_path):
+    async def main():
+        front = Replicas(
+            EngineConfig(model=str(folder), device="cpu", max_model_len=10**7), restarts=3
+        )
+        await front.start()
+        await until(lambda: front.status.phase == "dead")
+        await asyncio.sleep(3 * replicas.SECONDS_BETWEEN_LOOKS)
+        assert front.restarts == 3 and "10000000" in front.status.detail
+        await front.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "visible, expected", [("0,1,2,3", ["0,1", "2,3"]), ("5,GPU-ab,7,8", ["5,GPU-ab", "7,8"])]
+)
+def test_each_engine_sees_gpus_of_its_own(monkeypatch, visible, expected):
+    monkeypatch.setenv(replicas.VISIBLE, visible)
+    config = EngineConfig(tensor_parallel_size=2)
+    places = replicas._places(config, 2)
+    assert [env[replicas.VISIBLE] for _, env in places] == expected
+    assert all(one == config for one, _ in places)
+    with pytest.raises(ValueError, match="needs 6 GPUs; this machine shows 4"):
+        replicas._places(config, 3)
+
+
+def test_on_a_cpu_engines_share_cores_and_memory(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for config, env in replicas._places(EngineConfig(device="cpu"), 4):
+        assert env == {"OMP_NUM_THREADS": "2"} and config.gpu_memory_utilization == 0.9 / 4
