@@ -29,7 +29,7 @@ class Replicas:
     def __init__(self, config: EngineConfig, *, count: int = 1, restarts: int = 0):
         self.restarts = restarts
         self.places = _places(config, count)
-        self.router = Router(count)
+        self.router: Router[int] = Router()
         self.clients = [EngineClient(config, env) for config, env in self.places]
         self.began = [False] * count  # whether each has been ready
         self._keepers: list[asyncio.Task[None]] = []
@@ -123,7 +123,7 @@ class Replicas:
             self.restarts -= 1
             logger.error("engine %d is started anew: %s", place, status.detail)
             await self.clients[place].close()
-            self.router.forget(place)
+            self.router.beginnings.forget(place)
             config, env = self.places[place]
             self.clients[place] = EngineClient(config, env)
             await self.clients[place].start()

@@ -19,7 +19,7 @@ def engine_of(router: Router, ids: list[int], engines=(0, 1, 2), **fields) -> in
 
 
 def test_requests_that_are_open_go_to_an_engine_each():
-    router = Router(3)
+    router = Router()
     with ExitStack() as stack:
         errands = [stack.enter_context(router.errand(prompt(i), (0, 1, 2))) for i in range(6)]
         assert sorted(errand.engine for errand in errands) == [0, 0, 1, 1, 2, 2]
@@ -27,7 +27,7 @@ def test_requests_that_are_open_go_to_an_engine_each():
 
 
 def test_a_beginning_that_is_known_is_followed_turn_by_turn():
-    router = Router(3)
+    router = Router()
     with router.errand(prompt(9), (0, 1, 2)):
         first = engine_of(router, prompt(1))
     assert first == 1
@@ -40,7 +40,7 @@ def test_a_beginning_that_is_known_is_followed_turn_by_turn():
 
 
 def test_work_weighs_more_than_a_beginning_once_there_is_enough():
-    router = Router(2)
+    router = Router()
     ids = prompt(3, 4 * PIECE)
     assert engine_of(router, ids, (0, 1)) == 0
     with ExitStack() as stack:
@@ -50,7 +50,7 @@ def test_work_weighs_more_than_a_beginning_once_there_is_enough():
 
 
 def test_what_is_left_to_compute_counts_until_the_first_word():
-    router = Router(2)
+    router = Router()
     with router.errand(prompt(1, 1000), (0,)) as errand:
         assert router.work(0) == 1000 + OPEN
         errand.answered()
@@ -58,7 +58,7 @@ def test_what_is_left_to_compute_counts_until_the_first_word():
 
 
 def test_a_session_stays_where_it_is_and_moves_only_if_its_engine_goes():
-    router = Router(4)
+    router = Router()
     names = [f"session {i}" for i in range(400)]
     before = {name: engine_of(router, [1], range(4), session=name) for name in names}
     assert all(list(before.values()).count(i) > 60 for i in range(4))
@@ -68,21 +68,21 @@ def test_a_session_stays_where_it_is_and_moves_only_if_its_engine_goes():
 
 
 def test_an_engine_that_is_forgotten_knows_nothing():
-    router = Router(2)
+    router = Router()
     with router.errand(prompt(9), (0, 1)):
         assert engine_of(router, prompt(1), (0, 1)) == 1
-    router.forget(1)
+    router.beginnings.forget(1)
     assert engine_of(router, prompt(1), (0, 1)) == 0
 
 
 @pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, 10_000])
 def test_prompts_of_any_length_find_an_engine(length):
-    assert engine_of(Router(1), prompt(0, length), (0,)) == 0
+    assert engine_of(Router(), prompt(0, length), (0,)) == 0
 
 
 def test_what_is_known_stays_bounded(monkeypatch):
     monkeypatch.setattr("limelight.engine.router.MOST_PIECES", 100)
-    router = Router(2)
+    router = Router()
     for i in range(60):
         engine_of(router, prompt(i), (0, 1))
-    assert len(router.owners) == 100 < MOST_PIECES
+    assert len(router.beginnings.owners) == 100 < MOST_PIECES
