@@ -6,7 +6,9 @@ Nothing heavy is imported before a command runs, so that the help answers at onc
 import argparse
 import json
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
@@ -192,6 +194,29 @@ def _draft_flags(parser: argparse.ArgumentParser):
 
 
 def _serve(args: argparse.Namespace) -> int:
+    engine, server = configs_of(args)
+    if server.ray:
+        return _serve_by_ray(engine, server)
+    from limelight.server.app import run
+
+    return run(engine, server)
+
+
+def _serve_by_ray(engine: EngineConfig, server: ServerConfig) -> int:
+    try:
+        from limelight.deploy import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ValueError('--ray needs Ray Serve: pip install "limelight-serve[ray]"') from error
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    return run(engine, server, stopping)
+
+
+def configs_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """What the flags of `serve` say."""
     engine = config_from(args, EngineConfig)
     reading = _reading(args, engine.model)
     server = config_from(args, ServerConfig, **reading)
@@ -200,9 +225,7 @@ def _serve(args: argparse.Namespace) -> int:
             f"limelight: {engine.model} has the parsers {server.reasoning_parser} and "
             "--enable-auto-tool-choice of itself; --no-enable-auto-tool-choice serves plain text"
         )
-    from limelight.server.app import run
-
-    return run(engine, server)
+    return engine, server
 
 
 def _reading(args: argparse.Namespace, model: str) -> dict[str, object]:

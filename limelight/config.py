@@ -190,6 +190,11 @@ class ServerConfig:
         1, "engines of the model, each with GPUs (or a share of the CPU) of its own",
         aliases=("-dp",),
     )  # fmt: skip
+    ray: bool = setting(False, "serve by Ray Serve, on a cluster of it or on this machine")
+    replicas: int = setting(1, "engines that Ray Serve starts")
+    max_replicas: int | None = setting(
+        None, "engines that Ray Serve may start where many requests are open"
+    )
     restart_engine: int = setting(0, "how often an engine that died or hangs is started anew")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get after SIGTERM")
     chat_template: str | None = setting(None, "file with a chat template to use instead")
@@ -241,13 +246,16 @@ class ServerConfig:
     def __post_init__(self):
         _check_choices(self)
         _check_at_least(
-            self, port=0, data_parallel_size=1, restart_engine=0, max_num_queued_reqs=0,
-            max_num_queued_tokens=0, max_logprobs=-1, max_body_bytes=1, stream_interval=1,
+            self, port=0, data_parallel_size=1, replicas=1, max_replicas=1, restart_engine=0,
+            max_num_queued_reqs=0, max_num_queued_tokens=0, max_logprobs=-1, max_body_bytes=1,
+            stream_interval=1,
         )  # fmt: skip
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535; got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
+        if not self.ray and (self.replicas > 1 or self.max_replicas is not None):
+            raise ValueError("--replicas and --max-replicas need --ray; -dp N needs no Ray")
         self._check_parsers()
         self._check_objects()
 

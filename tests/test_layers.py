@@ -37,6 +37,7 @@ LEVELS = [
         "conversion",
         "training",
         "demo_tools",
+        "deploy",
         "__main__",
     },
 ]

@@ -7,9 +7,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -42,6 +43,20 @@ class EngineStatus:
     percent: float
     healthy: bool
     detail: str
+
+
+class Served(Protocol):
+    """What a server needs of its engine, or of all of them; `stats` are those of each."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def stats(self) -> Sequence[EngineStats]: ...
+    @property
+    def status(self) -> EngineStatus: ...
+    async def start(self) -> None: ...
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]: ...
+    async def close(self) -> None: ...
 
 
 class EngineClient:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from limelight import __version__
 from limelight.config import EngineConfig, ServerConfig
+from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
 from limelight.server.anthropic import Told
@@ -38,7 +39,7 @@ MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def create_app(
-    client: Replicas,
+    client: Served,
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     config: ServerConfig,

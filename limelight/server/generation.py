@@ -5,8 +5,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from limelight.engine.client import Served
 from limelight.engine.front import Choice, Delta
-from limelight.engine.replicas import Replicas
 from limelight.metrics import Metrics, SequenceTimes
 from limelight.server.http import Refused, without_private
 from limelight.server.openai import Question
@@ -83,7 +83,7 @@ class Generation:
         prepared: Prepared,
         question: Question,
         *,
-        client: Replicas,
+        client: Served,
         tokenizer: Tokenizer | None,
         place: Place,
         metrics: Metrics,
@@ -133,9 +133,7 @@ class Generation:
         reason = "abort"
         try:
             # Leaving early, as at a stop text or when cancelled, closes the stream: an abort.
-            stream = self.client.submit(request)
-            assert isinstance(stream, AsyncGenerator), "an engine streams by a generator"
-            async with aclosing(stream) as outputs:
+            async with aclosing(self.client.submit(request)) as outputs:
                 reason = await self._pass_on(index, outputs, times)
         except Exception as error:
             reason = "error"

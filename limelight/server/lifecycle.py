@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from limelight.engine.replicas import Replicas
+from limelight.engine.client import Served
 from limelight.metrics import Metrics
 from limelight.server.generation import Generation
 from limelight.server.http import Refused
@@ -31,7 +31,7 @@ class Lifecycle:
     `draining` refuses new ones; `end` ends those that are open.
     """
 
-    def __init__(self, client: Replicas, metrics: Metrics):
+    def __init__(self, client: Served, metrics: Metrics):
         self.client = client
         self.metrics = metrics
         self.draining = False
@@ -109,7 +109,7 @@ def _ending() -> Refused:
 class Life:
     """The server process from its first request to its exit code."""
 
-    def __init__(self, client: Replicas, lifecycle: Lifecycle, *, seconds_to_drain: float):
+    def __init__(self, client: Served, lifecycle: Lifecycle, *, seconds_to_drain: float):
         self.client = client
         self.lifecycle = lifecycle
         self.seconds_to_drain = seconds_to_drain

@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 from starlette.types import Send
 
 from limelight.config import ServerConfig
+from limelight.engine.client import Served
 from limelight.engine.front import Delta
-from limelight.engine.replicas import Replicas
 from limelight.metrics import Metrics
 from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
@@ -56,7 +56,7 @@ class Service:
 
     def __init__(
         self,
-        client: Replicas,
+        client: Served,
         prompts: Prompts,
         reader: Reader,
         config: ServerConfig,
