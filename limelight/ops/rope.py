@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache as remember
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from limelight.ops import by_size, op, pdl
+from limelight.ops.norm import unit_rms
 from limelight.ops.paging import LayerCache
 
 
@@ -92,7 +92,7 @@ def split_heads(
     v_TKC = rows_TJC[:, sum(kinds) : sum(kinds) + heads.keys]
     parts = zip(weight_2C, kinds, strict=True)
     weight_JC = torch.cat([weight_C.expand(count, -1) for weight_C, count in parts])
-    normed_TJC = F.rms_norm(qk_TJC.float(), weight_JC.shape[-1:], None, heads.eps) * weight_JC
+    normed_TJC = unit_rms(qk_TJC.float(), eps=heads.eps) * weight_JC
     qk_TJC = normed_TJC.to(qkv_TN.dtype)
     if turn is not None:
         qk_TJC = _rotate(qk_TJC, turn)
