@@ -165,10 +165,16 @@ def paged_attention_reference(
     gate_bias_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same over the paged cache, into which this step's keys and values go: [T, H, C]."""
-    q_THC = rope.prepare_reference(
-        qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
+    q_THC, k_TKC, v_TKC = rope.split_heads(
+        qkv_TN, weight_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
-    out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
+    cache.write(layout.slots_T, k_TKC, v_TKC)
+    if sinks_H is not None and layout.kept is not None and layout.goes_on:
+        out_THC = layout.kept.attend(
+            q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale
+        )
+    else:
+        out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
     if gate_bias_H is None:
         return out_THC
     return output_gate(out_THC, gate_of(qkv_TN, out_THC), gate_bias_H)

@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from limelight.ops.kept import Kept
 
 # The reference reads the keys of neighbours in the batch together, padded to the longest, as long
 # as they are not more than this with the padding (one sequence alone may have more) ...
@@ -107,6 +111,12 @@ class PagedLayout:
     max_query: int
     max_len: int
     busy: int | None = None  # None: all
+    kept: "Kept | None" = None  # on a CPU, what steps with this table keep
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether the reference finds the keys of this step side by side."""
+        return self.kept is not None and self.kept.follow(self)
 
     @cached_property
     def on_host(self) -> "Segments":
