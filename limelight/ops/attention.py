@@ -168,7 +168,7 @@ def paged_attention_reference(
     q_THC, k_TKC, v_TKC = rope.split_heads(
         qkv_TN, weight_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
-    cache.write(layout.slots_T, k_TKC, v_TKC)
+    (cache.write if layout.padded else cache.put)(layout.slots_T, k_TKC, v_TKC)
     if sinks_H is not None and layout.kept is not None and layout.goes_on:
         out_THC = layout.kept.attend(
             q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale

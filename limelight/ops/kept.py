@@ -26,11 +26,11 @@ COLUMNS_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class KeptLayer:
-    """The keys and values of one layer, and what is added to their scores."""
+    """The keys and values of one layer, and what is added to their scores; Z is B * K."""
 
-    k_KBCL: torch.Tensor
-    v_KBLC: torch.Tensor
-    bias_KBGL: torch.Tensor
+    k_ZCL: torch.Tensor
+    v_ZLC: torch.Tensor
+    bias_ZGL: torch.Tensor
 
     @classmethod
     def read(
@@ -38,37 +38,35 @@ class KeptLayer:
         columns: int, sinks_H: torch.Tensor,
     ) -> "KeptLayer":  # fmt: skip
         """Those of these slots, of which some are hidden, with room for all `columns`."""
-        k_KBLC, v_KBLC = cache.read(slots_BL)
-        kv_heads, batch, read, size = k_KBLC.shape
+        k_ZLC, v_ZLC = (x_KBLC.transpose(0, 1).flatten(0, 1) for x_KBLC in cache.read(slots_BL))
+        pairs, read, size = k_ZLC.shape
+        sinks_ZG = sinks_H.view(pairs // len(slots_BL), -1).repeat(len(slots_BL), 1)
         kept = cls(
-            k_KBLC.new_empty(kv_heads, batch, size, columns, dtype=torch.float32),
-            v_KBLC.new_empty(kv_heads, batch, columns, size),
-            sinks_H.new_zeros(kv_heads, batch, len(sinks_H) // kv_heads, columns),
+            k_ZLC.new_empty(pairs, size, columns, dtype=torch.float32),
+            v_ZLC.new_empty(pairs, columns, size),
+            sinks_ZG.new_zeros(*sinks_ZG.shape, columns),
         )
-        kept.k_KBCL[..., :read] = k_KBLC.mT
-        kept.v_KBLC[:, :, :read] = v_KBLC
-        kept.bias_KBGL[..., :read].masked_fill_(hidden_BL[:, None], float("-inf"))
-        kept.bias_KBGL[..., 0] = sinks_H.view(kv_heads, 1, -1)
+        kept.k_ZCL[..., :read] = k_ZLC.mT
+        kept.v_ZLC[:, :read] = v_ZLC
+        hidden_ZL = hidden_BL.repeat_interleave(pairs // len(slots_BL), dim=0)
+        kept.bias_ZGL[..., :read].masked_fill_(hidden_ZL[:, None], float("-inf"))
+        kept.bias_ZGL[..., 0] = sinks_ZG
         return kept
 
     def put(self, column: int, k_BKC: torch.Tensor, v_BKC: torch.Tensor) -> None:
-        """Let the next key and value of each sequence be seen."""
-        k_BKC = k_BKC.to(self.v_KBLC.dtype)  # as the cache has it
-        self.k_KBCL.select(3, column).copy_(k_BKC.transpose(0, 1))
-        self.v_KBLC.select(2, column).copy_(v_BKC.transpose(0, 1))
+        """Let the next key and value of each sequence be seen, as the cache has them."""
+        k_ZC, v_ZC = self.k_ZCL.select(2, column), self.v_ZLC.select(1, column)
+        v_ZC.copy_(v_BKC.reshape(v_ZC.shape))
+        k_ZC.copy_(k_BKC.to(v_ZC.dtype).reshape(k_ZC.shape))
 
     def attend(self, q_BHC: torch.Tensor, columns: int, *, scale: float) -> torch.Tensor:
         """Of one query a sequence to the first `columns`: [B, H, C]."""
-        (kv_heads, batch, size, _), dtype = self.k_KBCL.shape, self.v_KBLC.dtype
-        q_KBGC = q_BHC.float().view(batch, kv_heads, -1, size).transpose(0, 1)
-        q_ZGC, k_ZCL = q_KBGC.flatten(0, 1), self.k_KBCL.flatten(0, 1)
-        bias_ZGL, v_ZLC = self.bias_KBGL.flatten(0, 1), self.v_KBLC.flatten(0, 1)
-        scores_ZGL = torch.baddbmm(
-            bias_ZGL.narrow(2, 0, columns), q_ZGC, k_ZCL.narrow(2, 0, columns), alpha=scale
-        )
-        weights_ZGL = torch.softmax(scores_ZGL, dim=-1).to(dtype)
-        out_ZGC = torch.bmm(weights_ZGL, v_ZLC.narrow(1, 0, columns))
-        return out_ZGC.view(q_KBGC.shape).transpose(0, 1).reshape(q_BHC.shape).to(q_BHC.dtype)
+        q_ZGC = q_BHC.float().reshape(len(self.k_ZCL), -1, q_BHC.shape[2])
+        bias_ZGL, k_ZCL = (x.narrow(2, 0, columns) for x in (self.bias_ZGL, self.k_ZCL))
+        scores_ZGL = torch.baddbmm(bias_ZGL, q_ZGC, k_ZCL, alpha=scale)
+        weights_ZGL = torch.softmax(scores_ZGL, dim=-1).to(self.v_ZLC.dtype)
+        out_ZGC = torch.bmm(weights_ZGL, self.v_ZLC.narrow(1, 0, columns))
+        return out_ZGC.view(q_BHC.shape).to(q_BHC.dtype)
 
 
 class Kept:
@@ -125,7 +123,7 @@ class Kept:
             kept.put(self._column, k_BKC, v_BKC)
             if self.ragged and self.seen >= self.columns:
                 # What is replaced may have been no key.
-                kept.bias_KBGL.select(3, self._column).zero_()
+                kept.bias_ZGL.select(2, self._column).zero_()
         return kept.attend(q_BHC, min(self.seen + 1, self.columns), scale=scale)
 
     @property

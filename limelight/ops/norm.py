@@ -41,7 +41,7 @@ def rmsnorm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float)
     if x_TD.device.type != "cpu":
         y_TD = F.rms_norm(x_TD.float(), x_TD.shape[-1:], weight_D.float(), eps)
     else:
-        y_TD = unit_rms(x_TD.float(), eps=eps) * weight_D.float()
+        y_TD = unit_rms(x_TD.float(), eps=eps) * weight_D
     return y_TD.to(x_TD.dtype)
 
 

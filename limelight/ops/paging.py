@@ -41,9 +41,13 @@ class LayerCache:
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
         """Put keys and values of T tokens into their slots, in the cache's type; -1 is nowhere."""
-        if len(slots_T) and int(slots_T.min()) < 0:
+        if any_padding(slots_T):
             kept_T = slots_T >= 0
             slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
+        self.put(slots_T, k_TKC, v_TKC)
+
+    def put(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
+        """The same where no slot is -1."""
         kv_TJC = torch.cat((k_TKC, v_TKC), dim=1)
         if self.scales_2 is not None:
             scales_J1 = self.scales_2.repeat_interleave(k_TKC.shape[1])[:, None]
@@ -114,6 +118,11 @@ class PagedLayout:
     kept: "Kept | None" = None  # on a CPU, what steps with this table keep
 
     @cached_property
+    def padded(self) -> bool:
+        """Whether keys of some tokens go nowhere."""
+        return any_padding(self.slots_T)
+
+    @cached_property
     def goes_on(self) -> bool:
         """Whether the reference finds the keys of this step side by side."""
         return self.kept is not None and self.kept.follow(self)
@@ -122,6 +131,11 @@ class PagedLayout:
     def on_host(self) -> "Segments":
         """The batch as the reference cuts it."""
         return Segments(self)
+
+
+def any_padding(slots_T: torch.Tensor) -> bool:
+    """Whether a slot is -1."""
+    return len(slots_T) > 0 and int(slots_T.min()) < 0
 
 
 class Segments:
