@@ -8,7 +8,8 @@ adds its own:
     column c    the c-th of the keys that are seen; behind a window's end the oldest are replaced
 
 The order of keys does not matter to attention. Keys lie channel by channel, as their product with
-a query is then three times as fast, and are FP32, as scores are.
+a query is then three times as fast. Both are FP32, which a CPU multiplies fastest; the weights of
+values are rounded as always.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class KeptLayer:
     k_ZCL: torch.Tensor
     v_ZLC: torch.Tensor
     bias_ZGL: torch.Tensor
+    dtype: torch.dtype  # of the cache
 
     @classmethod
     def read(
@@ -42,9 +44,10 @@ class KeptLayer:
         pairs, read, size = k_ZLC.shape
         sinks_ZG = sinks_H.view(pairs // len(slots_BL), -1).repeat(len(slots_BL), 1)
         kept = cls(
-            k_ZLC.new_empty(pairs, size, columns, dtype=torch.float32),
-            v_ZLC.new_empty(pairs, columns, size),
+            sinks_ZG.new_empty(pairs, size, columns),
+            sinks_ZG.new_empty(pairs, columns, size),
             sinks_ZG.new_zeros(*sinks_ZG.shape, columns),
+            k_ZLC.dtype,
         )
         kept.k_ZCL[..., :read] = k_ZLC.mT
         kept.v_ZLC[:, :read] = v_ZLC
@@ -56,15 +59,15 @@ class KeptLayer:
     def put(self, column: int, k_BKC: torch.Tensor, v_BKC: torch.Tensor) -> None:
         """Let the next key and value of each sequence be seen, as the cache has them."""
         k_ZC, v_ZC = self.k_ZCL.select(2, column), self.v_ZLC.select(1, column)
-        v_ZC.copy_(v_BKC.reshape(v_ZC.shape))
-        k_ZC.copy_(k_BKC.to(v_ZC.dtype).reshape(k_ZC.shape))
+        k_ZC.copy_(k_BKC.to(self.dtype).reshape(k_ZC.shape))
+        v_ZC.copy_(v_BKC.to(self.dtype).reshape(v_ZC.shape))
 
     def attend(self, q_BHC: torch.Tensor, columns: int, *, scale: float) -> torch.Tensor:
         """Of one query a sequence to the first `columns`: [B, H, C]."""
         q_ZGC = q_BHC.float().reshape(len(self.k_ZCL), -1, q_BHC.shape[2])
         bias_ZGL, k_ZCL = (x.narrow(2, 0, columns) for x in (self.bias_ZGL, self.k_ZCL))
         scores_ZGL = torch.baddbmm(bias_ZGL, q_ZGC, k_ZCL, alpha=scale)
-        weights_ZGL = torch.softmax(scores_ZGL, dim=-1).to(self.v_ZLC.dtype)
+        weights_ZGL = torch.softmax(scores_ZGL, dim=-1).to(self.dtype).float()
         out_ZGC = torch.bmm(weights_ZGL, self.v_ZLC.narrow(1, 0, columns))
         return out_ZGC.view(q_BHC.shape).to(q_BHC.dtype)
 

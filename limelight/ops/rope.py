@@ -92,8 +92,8 @@ def split_heads(
     `weight_2C` holds the weight of the queries' norm and of the keys'. Returns q [T, H, C] and
     k and v [T, K, C].
     """
-    size, kinds = weight_2C.shape[1], heads.queries + heads.keys
-    rows_TJC = qkv_TN.view(len(qkv_TN), -1, size)
+    (tokens, width), size = qkv_TN.shape, weight_2C.shape[1]
+    kinds, rows_TJC = heads.queries + heads.keys, qkv_TN.view(tokens, width // size, size)
     weight_JC = torch.embedding(weight_2C, _kinds(heads.queries, heads.keys, weight_2C.device))
     normed_TJC = unit_rms(rows_TJC.narrow(1, 0, kinds).float(), eps=heads.eps) * weight_JC
     qk_TJC = normed_TJC.to(qkv_TN.dtype)

@@ -238,8 +238,8 @@ def keep(storage: KVStorage, *, heads: int) -> list[Kept] | None:
     shape, layers = storage.shape, len(storage.group_of_layer)
     if storage.pool.device.type != "cpu" or shape.dtype == FP8:
         return None
-    # A key and its bias are FP32.
-    nbytes = shape.kv_heads * shape.head_dim * (4 + shape.dtype.itemsize) + 4 * heads
+    # Keys, values and biases are FP32.
+    nbytes = 4 * (2 * shape.kv_heads * shape.head_dim + heads)
     room = KEPT_BYTES // (nbytes * layers)
     return [
         Kept(window=group.window, num_layers=len(group.layers), room=room)
