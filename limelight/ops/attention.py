@@ -170,9 +170,7 @@ def paged_attention_reference(
     )
     (cache.write if layout.padded else cache.put)(layout.slots_T, k_TKC, v_TKC)
     if sinks_H is not None and layout.kept is not None and layout.goes_on:
-        out_THC = layout.kept.attend(
-            q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale
-        )
+        out_THC = layout.kept.attend(q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale)
     else:
         out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
     if gate_bias_H is None:

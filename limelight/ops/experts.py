@@ -9,7 +9,6 @@ first (`grouped.py`).
 """
 
 import torch
-import torch.nn.functional as F
 
 from limelight.ops import linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32

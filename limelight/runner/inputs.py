@@ -278,7 +278,7 @@ def lay_out(
             max_query=bounds[0],
             max_len=bounds[1],
             busy=busy,
-            kept=kept and kept[g],
+            kept=None if kept is None else kept[g],
         )
         for g, group in enumerate(storage.groups)
     ]
