@@ -90,7 +90,7 @@ class Kept:
         self.seen = self.columns = self.attended = 0
 
     def follow(self, layout: PagedLayout) -> bool:
-        """Whether all sequences of a step decode, and few enough keys are seen to be kept."""
+        """Whether keys are kept: behind a step of the same sequences, if few enough are seen."""
         assert layout.window == self.window
         rows_B, ends_B = layout.rows_B.numpy().copy(), layout.seq_lens_B.numpy().copy()
         if layout.max_query > 1 or not self._fit(ends_B):
@@ -98,12 +98,15 @@ class Kept:
             return False
         width = -(-int(ends_B.max()) // layout.block_size)
         blocks_BN = layout.tables_SN.numpy()[rows_B, :width]
-        if self._go_on(rows_B, ends_B, blocks_BN, layout.block_size):
+        if not self._go_on(rows_B, ends_B, blocks_BN, layout.block_size):
+            # Only from the next step on, for reading all costs more than one step gains.
+            self.stop()
+        elif self.attended == self.num_layers and (self.window or self.seen < self.columns - 1):
             self.seen += 1
         else:
             self._begin(ends_B, blocks_BN, layout.block_size)
         self.rows_B, self.ends_B, self.blocks_BN, self.attended = rows_B, ends_B, blocks_BN, 0
-        return True
+        return self.seen > 0
 
     def attend(
         self,
@@ -151,10 +154,7 @@ class Kept:
         self, rows_B: np.ndarray, ends_B: np.ndarray, blocks_BN: np.ndarray, size: int
     ) -> bool:
         """Whether this step is the next of the same sequences, in the same blocks."""
-        full = self.window is None and self.seen + 1 >= self.columns
-        if full or self.attended < self.num_layers or len(rows_B) != len(self.rows_B):
-            return False
-        if not ((rows_B == self.rows_B).all() and (ends_B == self.ends_B + 1).all()):
+        if not np.array_equal(rows_B, self.rows_B) or not (ends_B == self.ends_B + 1).all():
             return False
         # Behind its end a table may hold anything.
         other_BN = blocks_BN[:, : self.blocks_BN.shape[1]] != self.blocks_BN
