@@ -53,7 +53,8 @@ class LayerCache:
             scales_J1 = self.scales_2.repeat_interleave(k_TKC.shape[1])[:, None]
             scaled_TJC = (kv_TJC.float() / scales_J1).clamp(-FP8_MOST, FP8_MOST)
             kv_TJC = scaled_TJC.to(FP8).view(torch.uint8)
-        self._numbers_JSC.transpose(0, 1)[slots_T] = kv_TJC.to(self._numbers_JSC.dtype)
+        into_SJC = self._numbers_JSC.transpose(0, 1)
+        into_SJC.index_put_((slots_T,), kv_TJC.to(into_SJC.dtype))
 
     def read(self, slots_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of these slots: [K, B, L, C] each; of FP8 in FP32, and scaled."""
