@@ -169,7 +169,9 @@ def paged_attention_reference(
         qkv_TN, weight_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
     (cache.write if layout.padded else cache.put)(layout.slots_T, k_TKC, v_TKC)
-    if sinks_H is not None and layout.kept is not None and layout.goes_on:
+    # Without sinks `attend` has rounding points of its own.
+    alike = sinks_H is not None or q_THC.dtype == cache.pairs_2KSC.dtype == torch.float32
+    if alike and layout.kept is not None and layout.goes_on:
         out_THC = layout.kept.attend(q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale)
     else:
         out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)

@@ -4,7 +4,7 @@ Finding them in their pages anew costs a decode step more than its products do. 
 sequences get one token each, step after step, those of a layer stay as they were read, and a step
 adds its own:
 
-    column 0    the zero key of the sink, whose score is its bias
+    column 0    the zero key of the sink, whose score is its bias; hidden without sinks
     column c    the c-th of the keys that are seen; behind a window's end the oldest are replaced
 
 The order of keys does not matter to attention. Keys lie channel by channel, as their product with
@@ -115,12 +115,14 @@ class Kept:
         v_BKC: torch.Tensor,
         cache: LayerCache,
         *,
-        sinks_H: torch.Tensor,
+        sinks_H: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
         """Attention of a step that `follow` has seen, whose keys the cache has: [B, H, C]."""
         self.attended += 1
         if (kept := self.layers.get(cache)) is None:
+            if sinks_H is None:
+                sinks_H = q_BHC.new_full(q_BHC.shape[1:2], float("-inf"))
             kept = KeptLayer.read(
                 cache, self.slots_BL, self.hidden_BL, columns=self.columns, sinks_H=sinks_H.float()
             )

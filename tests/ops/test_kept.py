@@ -139,8 +139,10 @@ def test_no_more_is_kept_than_there_is_room_for():
     assert kept == [False, True, False]
 
 
-def test_layers_without_sinks_keep_nothing():
-    pages = Pages(None, sinks=False)
-    pages.step({0: 12})
-    assert [pages.step({0: 1}) for _ in range(3)] == [0.0] * 3
-    assert not pages.kept.layers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_layers_without_sinks_keep_keys_in_fp32_alone(dtype):
+    pages = Pages(7, sinks=False, dtype=dtype)
+    pages.step({0: 12, 2: 3})
+    differences = [pages.step({0: 1, 2: 1}) for _ in range(12)]
+    assert bool(pages.kept.layers) == (dtype == torch.float32)
+    assert max(differences) < (1e-5 if pages.kept.layers else 1e-30)
