@@ -44,6 +44,7 @@ from limelight.models.loader import (
     read_config,
 )
 from limelight.ops.fp4 import FP4
+from limelight.ops.kept import KEPT_BYTES
 from limelight.ops.paging import FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
@@ -195,7 +196,7 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
         max_len=found.max_model_len,
         heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
     )  # fmt: skip
-    return 4 * tokens * width + logits + attention
+    return 4 * tokens * width + logits + attention + KEPT_BYTES
 
 
 def _unpacked(outline: Model, found: Resolved) -> int:

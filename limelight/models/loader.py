@@ -49,7 +49,12 @@ def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
 def build(architecture: str, config: FlintConfig | BeamConfig, place: Placement) -> Model:
     """The model with unset weights."""
     place = replace(place, targets={})
-    return MODELS[architecture][0](config, place)  # type: ignore[arg-type]
+    model = MODELS[architecture][0](config, place)  # type: ignore[arg-type]
+    # Python finds weights and layers here at once; torch's own search is 5 % of a step on a CPU.
+    for module in model.modules():
+        vars(module).update(module.named_parameters(recurse=False))
+        vars(module).update(module.named_children())
+    return model
 
 
 @dataclass(frozen=True, slots=True)

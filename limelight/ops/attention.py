@@ -59,14 +59,13 @@ def _attend(
     # The G query heads of one KV head stand side by side and share its keys in one product.
     q_KBGQC = q_BQHC.float().view(batch, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)
     q_ZXC = q_KBGQC.reshape(kv_heads * batch, -1, size)
-    k_ZLC, v_ZLC = k_KBLC.float().reshape(-1, keys, size), v_KBLC.reshape(-1, keys, size)
-    scores_ZXL = torch.bmm(q_ZXC, k_ZLC.transpose(1, 2))
-    scores_KBGQL = scores_ZXL.view(kv_heads, batch, -1, queries, keys)
+    k_ZLC, v_ZLC = (x.reshape(len(q_ZXC), keys, size) for x in (k_KBLC.float(), v_KBLC))
+    scores_KBGQL = torch.bmm(q_ZXC, k_ZLC.transpose(1, 2)).view(*q_KBGQC.shape[:-1], keys)
     scores_KBGQL = torch.add(bias_BQL[:, None], scores_KBGQL, alpha=scale)
-    scores_KBGQL[..., -1] = sinks_H.float().view(kv_heads, 1, -1, 1)
-    weights_ZXL = torch.softmax(scores_KBGQL, dim=-1).view(scores_ZXL.shape).to(v_ZLC.dtype)
-    out_KBGQC = torch.bmm(weights_ZXL, v_ZLC).view(kv_heads, batch, -1, queries, size)
-    return out_KBGQC.permute(1, 3, 0, 2, 4).reshape(q_BQHC.shape)
+    scores_KBGQL.select(-1, -1).copy_(sinks_H.view(kv_heads, 1, -1, 1))
+    weights_KBGQL = torch.softmax(scores_KBGQL, dim=-1).to(v_ZLC.dtype)
+    out_ZXC = torch.bmm(weights_KBGQL.view(len(q_ZXC), -1, keys), v_ZLC)
+    return out_ZXC.view(q_KBGQC.shape).permute(1, 3, 0, 2, 4).reshape(q_BQHC.shape)
 
 
 def attend_cached(
@@ -80,7 +79,9 @@ def attend_cached(
     """Attention of this step's queries to their sequences' keys in the cache: [T, H, C]."""
     outs = []
     for segment in layout.on_host:
-        q_BQHC = q_THC[segment.rows].view(len(segment.slots_BL), -1, *q_THC.shape[1:])
+        rows = segment.rows
+        part_THC = q_THC.narrow(0, rows.start, rows.stop - rows.start)
+        q_BQHC = part_THC.view(len(segment.slots_BL), -1, *q_THC.shape[1:])
         k_KBLC, v_KBLC = cache.read(segment.slots_BL)
         if cache.scales_2 is not None:
             # FP8 times its scale is more than the queries' type can hold: all is FP32.
@@ -164,10 +165,16 @@ def paged_attention_reference(
     gate_bias_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same over the paged cache, into which this step's keys and values go: [T, H, C]."""
-    q_THC = rope.prepare_reference(
-        qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
+    q_THC, k_TKC, v_TKC = rope.split_heads(
+        qkv_TN, weight_2C, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
-    out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
+    (cache.write if layout.padded else cache.put)(layout.slots_T, k_TKC, v_TKC)
+    # Without sinks `attend` has rounding points of its own.
+    alike = sinks_H is not None or q_THC.dtype == cache.pairs_2KSC.dtype == torch.float32
+    if alike and layout.kept is not None and layout.goes_on:
+        out_THC = layout.kept.attend(q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale)
+    else:
+        out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
     if gate_bias_H is None:
         return out_THC
     return output_gate(out_THC, gate_of(qkv_TN, out_THC), gate_bias_H)

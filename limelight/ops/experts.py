@@ -9,7 +9,6 @@ first (`grouped.py`).
 """
 
 import torch
-import torch.nn.functional as F
 
 from limelight.ops import linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32
@@ -42,11 +41,17 @@ def moe_reference(
     act = swiglu_fp32 if fp32 else swiglu
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
     few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
-    if few and isinstance(gate_up_EGD, torch.Tensor) and isinstance(down_EDF, torch.Tensor):
-        gate_up_TG = F.linear(y_TD, gate_up_EGD.flatten(0, 1))
-        inner_ETF = act(gate_up_TG.unflatten(1, (experts, -1))).transpose(0, 1)
-        out_TXD = torch.bmm(inner_ETF, down_EDF.transpose(1, 2)).transpose(0, 1)
-        weights_TX = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
+    if len(y_TD) == 1:
+        parts = [
+            multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
+            for e in ids_TN[0].tolist()
+        ]
+        out_TD = torch.mm(weights_TN, torch.cat(parts).float()).to(y_TD.dtype)
+    elif few and isinstance(gate_up_EGD, torch.Tensor) and isinstance(down_EDF, torch.Tensor):
+        gate_up_ETG = torch.bmm(y_TD.expand(experts, -1, -1), gate_up_EGD.mT)
+        out_TED = torch.bmm(act(gate_up_ETG), down_EDF.mT).transpose(0, 1)
+        weights_TE = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
+        out_TD = _weighted_sum(weights_TE, out_TED)
     else:
         order_P = ids_TN.flatten().argsort(stable=True)
         sizes = torch.bincount(ids_TN.flatten(), minlength=experts).tolist()
@@ -57,14 +62,17 @@ def moe_reference(
             if sizes[e]
         ]
         out_PD = torch.cat([rows_PD[:0], *parts])[order_P.argsort()]
-        out_TXD, weights_TX = out_PD.unflatten(0, ids_TN.shape), weights_TN
-    out_TD = torch.bmm(weights_TX[:, None], out_TXD.float())[:, 0].to(y_TD.dtype)
+        out_TD = _weighted_sum(weights_TN, out_PD.unflatten(0, ids_TN.shape))
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:
         inner_TF = act(multiply_reference(y_TD, shared_gate_up_GD))
         out_TD = out_TD + multiply_reference(inner_TF, shared_down_DF)
     return out_TD
+
+
+def _weighted_sum(weights_TN: torch.Tensor, out_TND: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(weights_TN[:, None], out_TND.float())[:, 0].to(out_TND.dtype)
 
 
 def _check(

@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from limelight.ops.kept import Kept
 
 # The reference reads the keys of neighbours in the batch together, padded to the longest, as long
 # as they are not more than this with the padding (one sequence alone may have more) ...
@@ -23,7 +27,7 @@ FEW_QUERIES = 16
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCache:
     """The cache of one layer: [2, K, S, C], keys and then values, flat over its slots.
 
@@ -37,30 +41,36 @@ class LayerCache:
 
     def write(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
         """Put keys and values of T tokens into their slots, in the cache's type; -1 is nowhere."""
-        if len(slots_T) and int(slots_T.min()) < 0:
+        if any_padding(slots_T):
             kept_T = slots_T >= 0
             slots_T, k_TKC, v_TKC = slots_T[kept_T], k_TKC[kept_T], v_TKC[kept_T]
-        for half, new_TKC in enumerate((k_TKC, v_TKC)):
-            if self.scales_2 is not None:
-                scaled_TKC = new_TKC.float() / self.scales_2[half]
-                new_TKC = scaled_TKC.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
-            into_KSC = self._numbers[half]
-            into_KSC.index_copy_(1, slots_T, new_TKC.to(into_KSC.dtype).transpose(0, 1))
+        self.put(slots_T, k_TKC, v_TKC)
+
+    def put(self, slots_T: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> None:
+        """The same where no slot is -1."""
+        kv_TJC = torch.cat((k_TKC, v_TKC), dim=1)
+        if self.scales_2 is not None:
+            scales_J1 = self.scales_2.repeat_interleave(k_TKC.shape[1])[:, None]
+            scaled_TJC = (kv_TJC.float() / scales_J1).clamp(-FP8_MOST, FP8_MOST)
+            kv_TJC = scaled_TJC.to(FP8).view(torch.uint8)
+        into_SJC = self._numbers_JSC.transpose(0, 1)
+        into_SJC.index_put_((slots_T,), kv_TJC.to(into_SJC.dtype))
 
     def read(self, slots_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of these slots: [K, B, L, C] each; of FP8 in FP32, and scaled."""
-        kv_heads = self.pairs_2KSC.shape[1]
-        pairs = self._numbers.flatten(0, 1).index_select(1, slots_BL.flatten())
-        keys, values = pairs.unflatten(1, slots_BL.shape).split(kv_heads)
+        _, kv_heads, _, size = self.pairs_2KSC.shape
+        pairs = self._numbers_JSC.index_select(1, slots_BL.reshape(-1))
+        keys, values = pairs.view(2, kv_heads, *slots_BL.shape, size).unbind()
         if self.scales_2 is not None:
             k_scale, v_scale = self.scales_2
             return keys.view(FP8).float() * k_scale, values.view(FP8).float() * v_scale
         return keys, values
 
-    @property
-    def _numbers(self) -> torch.Tensor:
+    @cached_property
+    def _numbers_JSC(self) -> torch.Tensor:
         """The pairs in a type that torch can copy by index: bytes for FP8."""
-        return self.pairs_2KSC if self.scales_2 is None else self.pairs_2KSC.view(torch.uint8)
+        pairs_JSC = self.pairs_2KSC.flatten(0, 1)
+        return pairs_JSC if self.scales_2 is None else pairs_JSC.view(torch.uint8)
 
     def check(self) -> None:
         """What kernels take for granted."""
@@ -106,11 +116,27 @@ class PagedLayout:
     max_query: int
     max_len: int
     busy: int | None = None  # None: all
+    kept: "Kept | None" = None  # on a CPU, what steps with this table keep
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether keys of some tokens go nowhere."""
+        return any_padding(self.slots_T)
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether the reference finds the keys of this step side by side."""
+        return self.kept is not None and self.kept.follow(self)
 
     @cached_property
     def on_host(self) -> "Segments":
         """The batch as the reference cuts it."""
         return Segments(self)
+
+
+def any_padding(slots_T: torch.Tensor) -> bool:
+    """Whether a slot is -1."""
+    return len(slots_T) > 0 and int(slots_T.min()) < 0
 
 
 class Segments:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache as remember
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from limelight.ops import by_size, cdiv, op, pdl
+from limelight.ops.norm import unit_rms
 from limelight.ops.paging import LayerCache
 
 
@@ -65,6 +65,13 @@ def ssmax_reference(positions_T: torch.Tensor) -> torch.Tensor:
     return torch.exp(0.1 * torch.log1p((positions_T.float() + 1.0) / 2048.0))
 
 
+@remember
+def _kinds(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """0 for each head of queries and 1 for each of keys."""
+    with torch.inference_mode(False):
+        return torch.tensor([0] * queries + [1] * keys, device=device)
+
+
 def _rotate(x_TJC: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """The rotation of every head in `x_TJC`, in the wider type of the two."""
     # Rolling by half a head puts [x2, x1] under [-sin, sin].
@@ -85,21 +92,17 @@ def split_heads(
     `weight_2C` holds the weight of the queries' norm and of the keys'. Returns q [T, H, C] and
     k and v [T, K, C].
     """
-    kinds = (heads.queries, heads.keys)
     (tokens, width), size = qkv_TN.shape, weight_2C.shape[1]
-    rows_TJC = qkv_TN.view(tokens, width // size, size)
-    qk_TJC = rows_TJC[:, : sum(kinds)]
-    v_TKC = rows_TJC[:, sum(kinds) : sum(kinds) + heads.keys]
-    parts = zip(weight_2C, kinds, strict=True)
-    weight_JC = torch.cat([weight_C.expand(count, -1) for weight_C, count in parts])
-    normed_TJC = F.rms_norm(qk_TJC.float(), weight_JC.shape[-1:], None, heads.eps) * weight_JC
+    kinds, rows_TJC = heads.queries + heads.keys, qkv_TN.view(tokens, width // size, size)
+    weight_JC = torch.embedding(weight_2C, _kinds(heads.queries, heads.keys, weight_2C.device))
+    normed_TJC = unit_rms(rows_TJC.narrow(1, 0, kinds).float(), eps=heads.eps) * weight_JC
     qk_TJC = normed_TJC.to(qkv_TN.dtype)
     if turn is not None:
         qk_TJC = _rotate(qk_TJC, turn)
-    q_THC, k_TKC = qk_TJC[:, : heads.queries], qk_TJC[:, heads.queries :]
+    q_THC, k_TKC = qk_TJC.split_with_sizes((heads.queries, heads.keys), 1)
     if ssmax_T is not None:
         q_THC = (q_THC.float() * ssmax_T[:, None, None]).to(q_THC.dtype)
-    return q_THC, k_TKC, v_TKC
+    return q_THC, k_TKC, rows_TJC.narrow(1, kinds, heads.keys)
 
 
 def prepare_reference(

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
-from limelight.ops.paging import PagedLayout
+from limelight.ops.kept import KEPT_BYTES, Kept
+from limelight.ops.paging import FP8, PagedLayout
 
 ALIGNMENT = 16
 # One set of host memory is filled while the copy of the one before may still run.
@@ -232,6 +233,20 @@ class BlockTables:
             )
 
 
+def keep(storage: KVStorage, *, heads: int) -> list[Kept] | None:
+    """For each group of layers, of `heads` query heads, what a CPU may keep between steps."""
+    shape, layers = storage.shape, len(storage.group_of_layer)
+    if storage.pool.device.type != "cpu" or shape.dtype == FP8:
+        return None
+    # Keys, values and biases are FP32.
+    nbytes = 4 * (2 * shape.kv_heads * shape.head_dim + heads)
+    room = KEPT_BYTES // (nbytes * layers)
+    return [
+        Kept(window=group.window, num_layers=len(group.layers), room=room)
+        for group in storage.groups
+    ]
+
+
 def lay_out(
     tables: BlockTables,
     storage: KVStorage,
@@ -243,11 +258,12 @@ def lay_out(
     few: int,
     bounds: tuple[int, int],
     busy: int | None = None,
+    kept: list[Kept] | None = None,
 ) -> list[PagedLayout]:
     """For each group of layers, where the keys and values of a step are and go.
 
     The first `few` sequences have few queries; `bounds` are the most queries and tokens, and `busy`
-    sequences are likely to be no padding.
+    sequences are likely to be no padding. On a CPU steps without drafts may keep what they read.
     """
     return [
         PagedLayout(
@@ -262,6 +278,7 @@ def lay_out(
             max_query=bounds[0],
             max_len=bounds[1],
             busy=busy,
+            kept=None if kept is None else kept[g],
         )
         for g, group in enumerate(storage.groups)
     ]

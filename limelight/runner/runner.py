@@ -21,7 +21,7 @@ from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes
-from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, lay_out
+from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
 from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
@@ -72,6 +72,7 @@ class ModelRunner:
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.kept = keep(storage, heads=model.config.num_heads)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.head.outputs,
@@ -97,6 +98,8 @@ class ModelRunner:
             num_drafts=num_drafts, max_model_len=self.max_model_len, draws=draws,
             synthetic=synthetic,
         )  # fmt: skip
+        # Steps with drafts would go on unseen.
+        self.kept = None
         self.drafted = DraftedSteps(
             self.model, drafter, self.sampler,
             max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,
@@ -293,7 +296,7 @@ class ModelRunner:
         layouts = lay_out(
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
-            slots_GT=tensors.slots_GT, few=few, bounds=bounds,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds, kept=self.kept,
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
         return Batch(tensors.positions_T, paged, self.last_tokens)
