@@ -166,7 +166,7 @@ def _drawn(
 
 @triton.jit
 def _judge_kernel(
-    logits, starts, drafts, drawn, temperature, seeds, positions, ids, scores, min_p,
+    logits, starts, drafts, slots, drawn, temperature, seeds, positions, ids, scores, min_p,
     piece_best, piece_at, piece_sum, cut_R, last_R, accepted, tokens, best_B,
     stride, V, pieces, greedy_below,
     N: tl.constexpr, K: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, PIECES: tl.constexpr,
@@ -183,7 +183,10 @@ def _judge_kernel(
         warmth = tl.load(temperature + b).to(tl.float32)
     if min_p is not None:
         least = tl.load(min_p + b).to(tl.float32)
-    d_Q = tl.load(drafts + b * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
+    slot = b
+    if slots is not None:
+        slot = tl.load(slots + b)
+    d_Q = tl.load(drafts + slot * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
     real_Q = (d_Q >= 0) & (d_Q < V)
     # A sequence without rows reads those of another, and says nothing of them.
     row_Q = start + tl.minimum(i, rows - 1)
@@ -196,7 +199,7 @@ def _judge_kernel(
     stands_Q = real_Q & (best_Q > float("-inf")) & (token_Q == d_Q)
     if SAMPLED:
         seed, position = tl.load(seeds + b), tl.load(positions + b).to(tl.int64)
-        id_QK, q_QK = _proposed(ids, scores, b * N, V, warmth, greedy_below, N, K, QB, KB)
+        id_QK, q_QK = _proposed(ids, scores, slot * N, V, warmth, greedy_below, N, K, QB, KB)
         q_Q = tl.sum(tl.where(id_QK == d_Q[:, None], q_QK, 0.0), axis=1)
         _w_Q, p_Q = _shares(
             logits, piece_best, cut_R, last_R, row_Q, d_Q, real_Q, best_Q, total_Q, warmth, least,
@@ -237,22 +240,25 @@ def launch(
     sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     proposals: tuple[torch.Tensor, torch.Tensor] | None = None,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted [B] and tokens [B, Q], int64, and best [B], FP32, as in `Verified`.
 
     `sampling` is temperature, seed and position by sequence, and `proposals` ids and scores of
-    candidates; without them a draft has to be its row's best token, or the one in `drawn_R`.
+    candidates; without them a draft has to be its row's best token, or the one in `drawn_R`. With
+    `slots_B` (int32) drafts and proposals are those of slots.
     """
     (sequences, drafts), device = drafts_BN.shape, logits_RV.device
     candidates = 1 if proposals is None else proposals[0].shape[2]
-    _check(starts_B, drafts_BN, sampling, proposals)
+    _check(starts_B, drafts_BN, sampling, proposals, slots_B)
+    sequences = sequences if slots_B is None else len(slots_B)
     accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
     tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
     best_B = torch.empty(sequences, dtype=torch.float32, device=device)
     if sequences:
         count = pieces.count_of(logits_RV.shape[1])
         _judge_kernel[(sequences,)](
-            logits_RV, starts_B, drafts_BN, drawn_R, *(sampling or (None, None, None)),
+            logits_RV, starts_B, drafts_BN, slots_B, drawn_R, *(sampling or (None, None, None)),
             *(proposals or (None, None)), None if cuts is None else cuts.min_p_B,
             *made.arguments, accepted_B, tokens_BQ, best_B,
             logits_RV.stride(0), logits_RV.shape[1], count, greedy_below,
@@ -268,8 +274,11 @@ def _check(
     drafts_BN: torch.Tensor,
     sampling: tuple[torch.Tensor, ...] | None,
     proposals: tuple[torch.Tensor, torch.Tensor] | None,
+    slots_B: torch.Tensor | None,
 ) -> None:
-    sequences, drafts = drafts_BN.shape
+    slots, drafts = drafts_BN.shape
+    sequences = slots if slots_B is None else len(slots_B)
+    assert slots_B is None or slots_B.dtype == torch.int32 and slots_B.is_contiguous()
     assert starts_B.shape == (sequences + 1,) and starts_B.is_contiguous()
     assert drafts_BN.dtype == torch.int64 and drafts_BN.is_contiguous()
     assert (sampling is None) == (proposals is None)
@@ -278,6 +287,6 @@ def _check(
     assert sampling is None or sampling[1].dtype == torch.int64
     if proposals is not None:
         ids_BNK, scores_BNK = proposals
-        assert ids_BNK.shape == scores_BNK.shape and ids_BNK.shape[:2] == (sequences, drafts)
+        assert ids_BNK.shape == scores_BNK.shape and ids_BNK.shape[:2] == (slots, drafts)
         assert ids_BNK.dtype == torch.int64 and scores_BNK.dtype == torch.float32
         assert ids_BNK.is_contiguous() and scores_BNK.is_contiguous()

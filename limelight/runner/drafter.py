@@ -7,8 +7,9 @@ from limelight.models.batch import Paged, PagedBlocks
 from limelight.models.dflash2 import DFlash2
 from limelight.ops.noise import draft_uniform
 from limelight.ops.paging import PagedLayout
+from limelight.ops.rows import Slots
 from limelight.ops.synthetic import SyntheticOdds
-from limelight.ops.trim import MOST_ODDS, log_odds, survival
+from limelight.ops.trim import MOST_ODDS, log_odds
 from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
 
@@ -45,6 +46,9 @@ class Drafter:
         self.ids_SNK = torch.zeros(shape, dtype=torch.int64, device=device)
         self.scores_SNK = torch.zeros(shape, device=device)
         self.odds_SN = torch.full(shape[:2], -MOST_ODDS, device=device)
+        self.slots = Slots(
+            self.lengths_S, last_tokens_S, self.tokens_SN, tables.tensor, storage.shape.size
+        )
         self.first = len(storage.caches) - model.config.num_layers
 
     def paged(self, layouts: list[PagedLayout]) -> Paged:
@@ -52,24 +56,16 @@ class Drafter:
         first = self.first
         return Paged(layouts, self.storage.group_of_layer[first:], self.storage.caches[first:])
 
-    def slots(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Where keys and values of these slots and positions go, by group of layers, [G, T]."""
-        size = self.storage.shape.size
-        at_T = (positions_T // size).clamp(max=self.tables.tensor.shape[2] - 1)
-        blocks_GT = self.tables.tensor[:, rows_T, at_T].long()
-        return blocks_GT * size + positions_T % size
+    @property
+    def proposals(self) -> Proposals | None:
+        """What the drafts of all slots were drawn from; None if they are the drafter's best."""
+        return Proposals(self.ids_SNK, self.scores_SNK) if self.draws else None
 
-    def survival(self, rows_B: torch.Tensor, trim_M: torch.Tensor) -> torch.Tensor:
-        """The chance that each draft that waits, and all before it, are accepted, [B, N]."""
-        return survival(self.odds_SN[rows_B], trim_M[0], trim_M[1:])
-
-    def proposals(self, rows_B: torch.Tensor) -> Proposals | None:
-        """What the drafts that wait were drawn from; None if they are the drafter's best."""
-        return Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
-
-    def synthetic_odds(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """Those by which the drafts that wait stand; None if they stand by what they are."""
-        return None if self.synthetic is None else self.odds_SN[rows_B]
+    def waiting(self, rows_B: torch.Tensor) -> tuple[Proposals | None, torch.Tensor | None]:
+        """What the drafts of these slots were drawn from, and the odds by which they stand; None
+        if they are the drafter's best, and if they stand by what they are."""
+        drawn = Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
+        return drawn, None if self.synthetic is None else self.odds_SN[rows_B]
 
     def draft(
         self, rows_B: torch.Tensor, seeds_B: torch.Tensor, temperature_B: torch.Tensor
@@ -104,7 +100,7 @@ class Drafter:
         positions_BQ = first_B[:, None] + torch.arange(rows, device=rows_B.device)
         inside_BQ = (positions_BQ < longest) & real_B1
         positions_T = positions_BQ.clamp(max=longest - 1).flatten().long()
-        slots_GT = self.slots(rows_B.repeat_interleave(rows), positions_T)
+        slots_GT = self.slots.places(rows_B.repeat_interleave(rows), positions_T)
         ends_B = (first_B + rows).clamp(max=longest)
         layouts = lay_out(
             self.tables, self.storage,
