@@ -38,6 +38,7 @@ from limelight.models.layers import (
 from limelight.ops import linear, rope, selector
 from limelight.ops.activation import softcap
 from limelight.ops.block import conv_add_rmsnorm, dynamic_conv
+from limelight.ops.embed import embed_blocks
 from limelight.ops.rope import Heads, Rotation
 from limelight.ops.verify import Proposals
 from limelight.parallel.collectives import all_gather
@@ -259,14 +260,10 @@ class DFlash2(nn.Module):
 
     def embed(self, anchors_B: torch.Tensor, rows: int) -> torch.Tensor:
         """Each anchor and its masks: [B * rows, D]."""
-        mask = self.config.mask_token_id
-        tokens_BQ = anchors_B.new_full((len(anchors_B), rows), mask)
-        tokens_BQ[:, 0] = anchors_B
-        h_TD = self.ends.embed(tokens_BQ.flatten(), None)
-        if self.mask_D is not None:
-            h_TD = torch.where((tokens_BQ == mask).view(-1, 1), self.mask_D, h_TD)
-        scale = self.config.embedding_scale
-        return h_TD if scale == 1.0 else h_TD * scale
+        return embed_blocks(
+            anchors_B, self.ends.embed.weight, self.mask_D,
+            rows=rows, mask=self.config.mask_token_id, scale=self.config.embedding_scale,
+        )  # fmt: skip
 
     def forward(self, anchors_B: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """The normed hidden states of all rows, [B, Q, D]."""
