@@ -269,6 +269,68 @@ def launch(
     return accepted_B, tokens_BQ, best_B
 
 
+@triton.jit
+def _by_odds_kernel(
+    logits, starts, drafts, slots, odds, seeds, positions, accepted, tokens, best_B, stride, V,
+    N: tl.constexpr, QB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence, whose last row alone is read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, i = tl.program_id(0), tl.arange(0, QB)
+    start = tl.load(starts + b).to(tl.int32)
+    rows = tl.load(starts + b + 1).to(tl.int32) - start
+    slot = b
+    if slots is not None:
+        slot = tl.load(slots + b)
+    d_Q = tl.load(drafts + slot * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
+    odds_Q = tl.load(odds + slot * N + i, mask=i < N, other=0.0).to(tl.float64)
+    position = tl.load(positions + b).to(tl.int64)
+    u_Q = number_of(tl.load(seeds + b), position + i, i * 0 + _ACCEPT)
+    stands_Q = (d_Q >= 0) & (d_Q < V) & (u_Q < 1.0 / (1.0 + tl.exp(-odds_Q)))
+    count = tl.min(tl.where(stands_Q, QB, i), axis=0)
+    best, token = float("-inf"), 0
+    if rows > 0:
+        for first in range(0, V, BLOCK):
+            z_V = logits_at(logits, start + count, first + tl.arange(0, BLOCK), stride, V, None)
+            top, at = best_of(z_V, 0)
+            better = (top > best) | ((top != top) & (best == best))
+            token = tl.where(better, first + at, token)
+            best = tl.where(better, top, best)
+    token_Q = tl.where(i < count, d_Q, tl.where((i == count) & (rows > 0), token, -1))
+    tl.store(tokens + b * (N + 1) + i, token_Q.to(tl.int64), mask=i <= N)
+    tl.store(accepted + b, count.to(tl.int64))
+    tl.store(best_B + b, tl.where(rows > 0, best, 0.0))
+
+
+def launch_by_odds(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
+    slots_B: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `launch`, for drafts that stand by their log odds; `places` are seeds and positions."""
+    drafts, device, sequences = drafts_BN.shape[1], logits_RV.device, len(starts_B) - 1
+    _check(starts_B, drafts_BN, None, None, slots_B)
+    assert odds_BN.shape == drafts_BN.shape and odds_BN.is_contiguous()
+    assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+    assert all(x.shape == (sequences,) and x.is_contiguous() for x in places)
+    accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
+    tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
+    best_B = torch.empty(sequences, dtype=torch.float32, device=device)
+    if sequences:
+        _by_odds_kernel[(sequences,)](
+            logits_RV, starts_B, drafts_BN, slots_B, odds_BN, *places, accepted_B, tokens_BQ,
+            best_B, logits_RV.stride(0), logits_RV.shape[1],
+            N=drafts, QB=triton.next_power_of_2(drafts + 1), BLOCK=4 * PIECE, num_warps=8,
+            **pdl(logits_RV),
+        )  # fmt: skip
+    return accepted_B, tokens_BQ, best_B
+
+
 def _check(
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,

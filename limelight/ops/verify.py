@@ -105,7 +105,7 @@ def verify_greedy_reference(
     return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
 
 
-def verify_by_odds(
+def verify_by_odds_reference(
     logits_RV: torch.Tensor,
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
@@ -371,6 +371,23 @@ def _launch_verify(
     )  # fmt: skip
 
 
+def _launch_verify_by_odds(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    places = (seed_B, position_B)
+    return Verified(
+        *judge.launch_by_odds(logits_RV, starts_B, drafts_BN, odds_BN.contiguous(), places, slots_B)
+    )
+
+
 verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_greedy)
 verify_drawn = op(reference=verify_drawn_reference, kernel=_launch_verify_drawn)
 verify = op(reference=verify_reference, kernel=_launch_verify)
+verify_by_odds = op(reference=verify_by_odds_reference, kernel=_launch_verify_by_odds)
