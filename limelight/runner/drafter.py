@@ -48,6 +48,7 @@ class Drafter:
         self.scores_SNK = torch.zeros(shape, device=device)
         self.odds_SN = torch.full(shape[:2], -MOST_ODDS, device=device)
         self.cold_S = torch.zeros(slots, device=device)
+        self.numbers_SN = torch.zeros(shape[:2], device=device)
         self.slots = Slots(
             self.lengths_S, last_tokens_S, self.tokens_SN, tables.tensor, storage.shape.size
         )
@@ -74,8 +75,11 @@ class Drafter:
     ) -> torch.Tensor:
         """New drafts behind the newest tokens of these slots; their log odds, [B, N]."""
         blocks, laid = self._blocks(rows_B)
-        warmth_B = temperature_B if self.draws else self.cold_S[: len(rows_B)]
-        numbers_BN = draft_uniform(seeds_B, laid.next_B, drafts=self.num_drafts)
+        # The best candidate needs no number.
+        warmth_B, numbers_BN = self.cold_S[: len(rows_B)], self.numbers_SN[: len(rows_B)]
+        if self.draws:
+            warmth_B = temperature_B
+            numbers_BN = draft_uniform(seeds_B, laid.next_B, drafts=self.num_drafts)
         drafts = self.model.propose(
             laid.anchors_B, blocks, temperature_B=warmth_B, uniform_BN=numbers_BN
         )
