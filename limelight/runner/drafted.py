@@ -281,7 +281,8 @@ class DraftedSteps:
             busy=-(-extent.rows // extent.bounds[0]),
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
-        hidden_TD = self._forward(rows.tokens_T, Batch(rows.positions_T, paged))
+        batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
+        hidden_TD = self._forward(rows.tokens_T, batch)
         picked = rows.picked_R
         logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
         return hidden_TD, logits_RV, rows
