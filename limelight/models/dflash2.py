@@ -38,7 +38,9 @@ from limelight.models.layers import (
 from limelight.ops import linear, rope, selector
 from limelight.ops.activation import softcap
 from limelight.ops.block import conv_add_rmsnorm, dynamic_conv
+from limelight.ops.embed import embed_blocks
 from limelight.ops.rope import Heads, Rotation
+from limelight.ops.topk import top_tokens
 from limelight.ops.verify import Proposals
 from limelight.parallel.collectives import all_gather
 
@@ -259,14 +261,10 @@ class DFlash2(nn.Module):
 
     def embed(self, anchors_B: torch.Tensor, rows: int) -> torch.Tensor:
         """Each anchor and its masks: [B * rows, D]."""
-        mask = self.config.mask_token_id
-        tokens_BQ = anchors_B.new_full((len(anchors_B), rows), mask)
-        tokens_BQ[:, 0] = anchors_B
-        h_TD = self.ends.embed(tokens_BQ.flatten(), None)
-        if self.mask_D is not None:
-            h_TD = torch.where((tokens_BQ == mask).view(-1, 1), self.mask_D, h_TD)
-        scale = self.config.embedding_scale
-        return h_TD if scale == 1.0 else h_TD * scale
+        return embed_blocks(
+            anchors_B, self.ends.embed.weight, self.mask_D,
+            rows=rows, mask=self.config.mask_token_id, scale=self.config.embedding_scale,
+        )  # fmt: skip
 
     def forward(self, anchors_B: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """The normed hidden states of all rows, [B, Q, D]."""
@@ -295,12 +293,14 @@ class DFlash2(nn.Module):
         logits_TV = linear.lm_head(hidden_BND.flatten(0, 1), head.weight)
         if head.padding:
             logits_TV = F.pad(logits_TV, (0, head.padding), value=float("-inf"))
-        # Of each rank's share of the vocabulary as many, then of all.
-        best_TK, ids_TK = logits_TV.topk(min(count, logits_TV.shape[1]), dim=1)
-        best_TX, ids_TX = (all_gather(x, head.mesh) for x in (best_TK, ids_TK + head.first))
-        best_TK, at_TK = best_TX.topk(count, dim=1)
+        best_TK, ids_TK = top_tokens(logits_TV, count=min(count, logits_TV.shape[1]))
+        if head.mesh.size > 1:
+            # Of each rank's share of the vocabulary as many, then of all; equal ones lie in order.
+            best_TX, ids_TX = (all_gather(x, head.mesh) for x in (best_TK, ids_TK + head.first))
+            best_TK, at_TK = top_tokens(best_TX, count=count)
+            ids_TK = ids_TX.gather(1, at_TK)
         shape = (*hidden_BND.shape[:2], count)
-        return self._capped(best_TK).view(shape), ids_TX.gather(1, at_TK).view(shape)
+        return self._capped(best_TK).view(shape), ids_TK.view(shape)
 
     def propose(
         self,
@@ -311,7 +311,7 @@ class DFlash2(nn.Module):
         uniform_BN: torch.Tensor,
     ) -> Drafts:
         """N drafts behind each anchor, N one less than the block's rows; see `selector.choose`."""
-        hidden_BND = self(anchors_B, blocks)[:, 1:]
+        hidden_BND = self(anchors_B, blocks)[:, 1:].contiguous()
         return self.choose(
             anchors_B, hidden_BND, self.candidates(hidden_BND),
             temperature_B=temperature_B, uniform_BN=uniform_BN,

@@ -166,7 +166,7 @@ def _drawn(
 
 @triton.jit
 def _judge_kernel(
-    logits, starts, drafts, drawn, temperature, seeds, positions, ids, scores, min_p,
+    logits, starts, drafts, slots, drawn, temperature, seeds, positions, ids, scores, min_p,
     piece_best, piece_at, piece_sum, cut_R, last_R, accepted, tokens, best_B,
     stride, V, pieces, greedy_below,
     N: tl.constexpr, K: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr, PIECES: tl.constexpr,
@@ -183,7 +183,10 @@ def _judge_kernel(
         warmth = tl.load(temperature + b).to(tl.float32)
     if min_p is not None:
         least = tl.load(min_p + b).to(tl.float32)
-    d_Q = tl.load(drafts + b * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
+    slot = b
+    if slots is not None:
+        slot = tl.load(slots + b)
+    d_Q = tl.load(drafts + slot * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
     real_Q = (d_Q >= 0) & (d_Q < V)
     # A sequence without rows reads those of another, and says nothing of them.
     row_Q = start + tl.minimum(i, rows - 1)
@@ -196,7 +199,7 @@ def _judge_kernel(
     stands_Q = real_Q & (best_Q > float("-inf")) & (token_Q == d_Q)
     if SAMPLED:
         seed, position = tl.load(seeds + b), tl.load(positions + b).to(tl.int64)
-        id_QK, q_QK = _proposed(ids, scores, b * N, V, warmth, greedy_below, N, K, QB, KB)
+        id_QK, q_QK = _proposed(ids, scores, slot * N, V, warmth, greedy_below, N, K, QB, KB)
         q_Q = tl.sum(tl.where(id_QK == d_Q[:, None], q_QK, 0.0), axis=1)
         _w_Q, p_Q = _shares(
             logits, piece_best, cut_R, last_R, row_Q, d_Q, real_Q, best_Q, total_Q, warmth, least,
@@ -237,22 +240,25 @@ def launch(
     sampling: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     proposals: tuple[torch.Tensor, torch.Tensor] | None = None,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted [B] and tokens [B, Q], int64, and best [B], FP32, as in `Verified`.
 
     `sampling` is temperature, seed and position by sequence, and `proposals` ids and scores of
-    candidates; without them a draft has to be its row's best token, or the one in `drawn_R`.
+    candidates; without them a draft has to be its row's best token, or the one in `drawn_R`. With
+    `slots_B` (int32) drafts and proposals are those of slots.
     """
     (sequences, drafts), device = drafts_BN.shape, logits_RV.device
     candidates = 1 if proposals is None else proposals[0].shape[2]
-    _check(starts_B, drafts_BN, sampling, proposals)
+    _check(starts_B, drafts_BN, sampling, proposals, slots_B)
+    sequences = sequences if slots_B is None else len(slots_B)
     accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
     tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
     best_B = torch.empty(sequences, dtype=torch.float32, device=device)
     if sequences:
         count = pieces.count_of(logits_RV.shape[1])
         _judge_kernel[(sequences,)](
-            logits_RV, starts_B, drafts_BN, drawn_R, *(sampling or (None, None, None)),
+            logits_RV, starts_B, drafts_BN, slots_B, drawn_R, *(sampling or (None, None, None)),
             *(proposals or (None, None)), None if cuts is None else cuts.min_p_B,
             *made.arguments, accepted_B, tokens_BQ, best_B,
             logits_RV.stride(0), logits_RV.shape[1], count, greedy_below,
@@ -263,13 +269,78 @@ def launch(
     return accepted_B, tokens_BQ, best_B
 
 
+@triton.jit
+def _by_odds_kernel(
+    logits, starts, drafts, slots, odds, seeds, positions, accepted, tokens, best_B, stride, V,
+    N: tl.constexpr, QB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence, whose last row alone is read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, i = tl.program_id(0), tl.arange(0, QB)
+    start = tl.load(starts + b).to(tl.int32)
+    rows = tl.load(starts + b + 1).to(tl.int32) - start
+    slot = b
+    if slots is not None:
+        slot = tl.load(slots + b)
+    d_Q = tl.load(drafts + slot * N + i, mask=i < tl.minimum(N, rows - 1), other=-1)
+    odds_Q = tl.load(odds + slot * N + i, mask=i < N, other=0.0).to(tl.float64)
+    position = tl.load(positions + b).to(tl.int64)
+    u_Q = number_of(tl.load(seeds + b), position + i, i * 0 + _ACCEPT)
+    stands_Q = (d_Q >= 0) & (d_Q < V) & (u_Q < 1.0 / (1.0 + tl.exp(-odds_Q)))
+    count = tl.min(tl.where(stands_Q, QB, i), axis=0)
+    best, token = float("-inf"), 0
+    if rows > 0:
+        for first in range(0, V, BLOCK):
+            z_V = logits_at(logits, start + count, first + tl.arange(0, BLOCK), stride, V, None)
+            top, at = best_of(z_V, 0)
+            better = (top > best) | ((top != top) & (best == best))
+            token = tl.where(better, first + at, token)
+            best = tl.where(better, top, best)
+    token_Q = tl.where(i < count, d_Q, tl.where((i == count) & (rows > 0), token, -1))
+    tl.store(tokens + b * (N + 1) + i, token_Q.to(tl.int64), mask=i <= N)
+    tl.store(accepted + b, count.to(tl.int64))
+    tl.store(best_B + b, tl.where(rows > 0, best, 0.0))
+
+
+def launch_by_odds(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
+    slots_B: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `launch`, for drafts that stand by their log odds; `places` are seeds and positions."""
+    drafts, device, sequences = drafts_BN.shape[1], logits_RV.device, len(starts_B) - 1
+    _check(starts_B, drafts_BN, None, None, slots_B)
+    assert odds_BN.shape == drafts_BN.shape and odds_BN.is_contiguous()
+    assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+    assert all(x.shape == (sequences,) and x.is_contiguous() for x in places)
+    accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
+    tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
+    best_B = torch.empty(sequences, dtype=torch.float32, device=device)
+    if sequences:
+        _by_odds_kernel[(sequences,)](
+            logits_RV, starts_B, drafts_BN, slots_B, odds_BN, *places, accepted_B, tokens_BQ,
+            best_B, logits_RV.stride(0), logits_RV.shape[1],
+            N=drafts, QB=triton.next_power_of_2(drafts + 1), BLOCK=4 * PIECE, num_warps=8,
+            **pdl(logits_RV),
+        )  # fmt: skip
+    return accepted_B, tokens_BQ, best_B
+
+
 def _check(
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
     sampling: tuple[torch.Tensor, ...] | None,
     proposals: tuple[torch.Tensor, torch.Tensor] | None,
+    slots_B: torch.Tensor | None,
 ) -> None:
-    sequences, drafts = drafts_BN.shape
+    slots, drafts = drafts_BN.shape
+    sequences = slots if slots_B is None else len(slots_B)
+    assert slots_B is None or slots_B.dtype == torch.int32 and slots_B.is_contiguous()
     assert starts_B.shape == (sequences + 1,) and starts_B.is_contiguous()
     assert drafts_BN.dtype == torch.int64 and drafts_BN.is_contiguous()
     assert (sampling is None) == (proposals is None)
@@ -278,6 +349,6 @@ def _check(
     assert sampling is None or sampling[1].dtype == torch.int64
     if proposals is not None:
         ids_BNK, scores_BNK = proposals
-        assert ids_BNK.shape == scores_BNK.shape and ids_BNK.shape[:2] == (sequences, drafts)
+        assert ids_BNK.shape == scores_BNK.shape and ids_BNK.shape[:2] == (slots, drafts)
         assert ids_BNK.dtype == torch.int64 and scores_BNK.dtype == torch.float32
         assert ids_BNK.is_contiguous() and scores_BNK.is_contiguous()

@@ -100,3 +100,87 @@ def split(
 def packed_starts(rows_B: torch.Tensor) -> torch.Tensor:
     """Where each sequence's rows begin, and the end of the last, int32 [B + 1]."""
     return torch.nn.functional.pad(rows_B.cumsum(dim=0), (1, 0)).to(torch.int32)
+
+
+def keep_reference(
+    odds_SN: torch.Tensor,
+    rows_B: torch.Tensor,
+    offered_B: torch.Tensor,
+    trim_M: torch.Tensor,
+    budget_1: torch.Tensor,
+) -> torch.Tensor:
+    """`split` of the drafts that wait in the slots `rows_B`, by their odds and this budget.
+
+    `trim_M` holds the slope and the N intercepts of S.
+    """
+    survival_BN = survival(odds_SN[rows_B.long()], trim_M[0], trim_M[1:])
+    return split(survival_BN, offered_B.long(), budget_1)
+
+
+@triton.jit
+def _stands(odds, trim, row, n, mask):
+    """p of draft n of these slots; 0 where it is no number."""
+    odds_X = tl.load(odds + row + n, mask=mask, other=0.0)
+    z_X = tl.load(trim) * odds_X + tl.load(trim + 1 + n)
+    p_X = tl.div_rn(1.0, 1.0 + tl.exp(-z_X))
+    return tl.where(p_X == p_X, p_X, 0.0)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _keep_kernel(
+    odds, rows_of, offered, trim, budget, kept, sequences,
+    N: tl.constexpr, NB: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: how many of all drafts are ahead of each of its own."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, i = tl.program_id(0), tl.arange(0, NB)
+    row, own = tl.load(rows_of + b).to(tl.int64) * N, tl.load(offered + b)
+    # Products go from the first draft on, as all do, so that S falls to the last bit.
+    alive, mine_N = 1.0, tl.zeros((NB,), tl.float32)
+    for n in tl.static_range(N):
+        alive = alive * _stands(odds, trim, row, n, own > n)
+        mine_N = tl.where(i == n, alive, mine_N)
+    rank_N = tl.zeros((NB,), tl.int32)
+    for first in range(0, sequences, BLOCK_B):
+        other = first + tl.arange(0, BLOCK_B)
+        row_B = tl.load(rows_of + other, mask=other < sequences, other=0).to(tl.int64) * N
+        offered_B = tl.load(offered + other, mask=other < sequences, other=0)
+        alive_B = tl.full((BLOCK_B,), 1.0, tl.float32)
+        for n in tl.static_range(N):
+            alive_B = alive_B * _stands(odds, trim, row_B, n, offered_B > n)
+            earlier_NB = (n < i)[:, None] | ((i == n)[:, None] & (other < b)[None, :])
+            ahead_NB = alive_B[None, :] > mine_N[:, None]
+            ahead_NB |= (alive_B[None, :] == mine_N[:, None]) & earlier_NB
+            ahead_NB &= (offered_B > n)[None, :]
+            rank_N += tl.sum(ahead_NB.to(tl.int32), axis=1)
+    kept_N = (i < own) & (rank_N < tl.load(budget))
+    tl.store(kept + b, tl.sum(kept_N.to(tl.int64), axis=0))
+
+
+def _launch_keep(
+    odds_SN: torch.Tensor,
+    rows_B: torch.Tensor,
+    offered_B: torch.Tensor,
+    trim_M: torch.Tensor,
+    budget_1: torch.Tensor,
+) -> torch.Tensor:
+    sequences, num_drafts = len(rows_B), odds_SN.shape[1]
+    assert odds_SN.dtype == trim_M.dtype == torch.float32 and trim_M.shape == (1 + num_drafts,)
+    assert rows_B.dtype == offered_B.dtype == budget_1.dtype == torch.int32
+    assert rows_B.shape == offered_B.shape and budget_1.shape == (1,)
+    parts = (odds_SN, rows_B, offered_B, trim_M)
+    assert all(x.is_contiguous() for x in parts)
+    kept_B = torch.empty(sequences, dtype=torch.int64, device=odds_SN.device)
+    if sequences:
+        # The product and sum of z are rounded apart, as in the reference.
+        _keep_kernel[(sequences,)](
+            odds_SN, rows_B, offered_B, trim_M, budget_1, kept_B, sequences,
+            N=num_drafts, NB=triton.next_power_of_2(num_drafts), BLOCK_B=128, num_warps=4,
+            enable_fp_fusion=False, **pdl(odds_SN),
+        )  # fmt: skip
+    return kept_B
+
+
+keep = op(reference=keep_reference, kernel=_launch_keep)

@@ -90,9 +90,14 @@ def packed_rows(starts_B: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, to
 
 
 def verify_greedy_reference(
-    logits_RV: torch.Tensor, starts_B: torch.Tensor, drafts_BN: torch.Tensor
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    *,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
-    """Where every sequence takes the likeliest token."""
+    """Where every sequence takes the likeliest token; `slots_B` as in `verify`."""
+    drafts_BN = _of_slots(drafts_BN, slots_B)
     best_R, token_R = logits_RV.max(dim=-1)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
     accepted_B = _prefix(_matches(drafts, best_R, token_R))
@@ -100,15 +105,18 @@ def verify_greedy_reference(
     return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
 
 
-def verify_by_odds(
+def verify_by_odds_reference(
     logits_RV: torch.Tensor,
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
     odds_BN: torch.Tensor,
     seed_B: torch.Tensor,
     position_B: torch.Tensor,
+    *,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """As `verify`, but each draft stands by its log odds alone, and the likeliest token follows."""
+    drafts_BN, odds_BN = _of_slots(drafts_BN, slots_B), _of_slots(odds_BN, slots_B)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
     at_BN = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1], device=seed_B.device)
     u_BN = uniform(seed_B[:, None], at_BN, stream=ACCEPT)
@@ -126,8 +134,10 @@ def verify_drawn_reference(
     position_B: torch.Tensor,
     *,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """By the sampler's own numbers; the arguments are those of `verify`."""
+    drafts_BN = _of_slots(drafts_BN, slots_B)
     best_R, token_R = logits_RV.max(dim=-1)
     sequence_R, place_R = packed_rows(starts_B, len(logits_RV))
     positions_R = position_B.long()[sequence_R] + place_R
@@ -142,11 +152,16 @@ def verify_drawn_reference(
     return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
 
 
-def verify_by(proposals: Proposals | None, *arguments: torch.Tensor, cuts: Cuts | None) -> Verified:
+def verify_by(
+    proposals: Proposals | None,
+    *arguments: torch.Tensor,
+    cuts: Cuts | None,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
     """`verify` of drafts that were drawn, or `verify_drawn` where they are the drafter's best."""
     if proposals is None:
-        return verify_drawn(*arguments, cuts=cuts)
-    return verify(*arguments, proposals=proposals, cuts=cuts)
+        return verify_drawn(*arguments, cuts=cuts, slots_B=slots_B)
+    return verify(*arguments, proposals=proposals, cuts=cuts, slots_B=slots_B)
 
 
 def verify_reference(
@@ -159,21 +174,25 @@ def verify_reference(
     *,
     proposals: Proposals,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """Rows of FP32 logits, processed but for temperature and cut-offs, against int64 drafts.
 
     Row i of sequence b is packed at `starts_B[b]` + i and stands for the token at `position_B[b]`
     + i, after i drafts. `starts_B` is [B + 1] and rises; drafts beyond a sequence's rows are not
     looked at, nor rows behind the last sequence, and NOTHING is never accepted. Where nothing is
-    drafted the token is the sampler's own.
+    drafted the token is the sampler's own. With `slots_B` drafts and proposals are those of slots,
+    and sequence b has the ones in `slots_B[b]`.
     """
+    drafts_BN = _of_slots(drafts_BN, slots_B)
+    ids_BNK, scores_BNK = (_of_slots(x, slots_B) for x in (proposals.ids_BNK, proposals.scores_BNK))
     best_R, token_R = logits_RV.max(dim=-1)
     drafts = _read(starts_B, drafts_BN, logits_RV.shape)
     sequence_R, _ = packed_rows(starts_B, len(logits_RV))
     each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
     probs_RV = probabilities(logits_RV, temperature_B[sequence_R], each_R)
     total_R = probs_RV.sum(dim=-1, dtype=torch.float64)
-    candidates = _candidates(proposals, temperature_B, logits_RV.shape[1])
+    candidates = _candidates(Proposals(ids_BNK, scores_BNK), temperature_B, logits_RV.shape[1])
     at_BQ = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1] + 1, device=seed_B.device)
     u_BN = uniform(seed_B[:, None], at_BQ[:, :-1], stream=ACCEPT)
     possible_BN, stands_BN = _stand(drafts, candidates, probs_RV, total_R, u_BN)
@@ -189,6 +208,10 @@ def verify_reference(
     number_B = torch.where(refused_B, residual_B, plain_B).float()
     final_B = torch.where(greedy_B, token_R[last_B], invert(weights_BV, number_B))
     return _verified(drafts, starts_B, accepted_B, final_B, best_R[last_B])
+
+
+def _of_slots(x_SX: torch.Tensor, slots_B: torch.Tensor | None) -> torch.Tensor:
+    return x_SX if slots_B is None else x_SX[slots_B.long()]
 
 
 def _read(starts_B: torch.Tensor, drafts_BN: torch.Tensor, shape: torch.Size) -> _Drafts:
@@ -285,10 +308,18 @@ def _verified(
 
 
 def _launch_verify_greedy(
-    logits_RV: torch.Tensor, starts_B: torch.Tensor, drafts_BN: torch.Tensor
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    *,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     made = pieces.launch(logits_RV, None, greedy_below=GREEDY_BELOW, starts_B=starts_B)
-    return Verified(*judge.launch(logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW))
+    return Verified(
+        *judge.launch(
+            logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW, slots_B=slots_B
+        )
+    )
 
 
 def _launch_verify_drawn(
@@ -300,6 +331,7 @@ def _launch_verify_drawn(
     position_B: torch.Tensor,
     *,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     made = pieces.launch(
         logits_RV, temperature_B, greedy_below=GREEDY_BELOW, starts_B=starts_B, cuts=cuts
@@ -308,9 +340,10 @@ def _launch_verify_drawn(
     drawn_R, _ = draw(logits_RV, made, temperature_B, places=places, cuts=cuts)
     return Verified(
         *judge.launch(
-            logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW, drawn_R=drawn_R
+            logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW, drawn_R=drawn_R,
+            slots_B=slots_B,
         )
-    )
+    )  # fmt: skip
 
 
 def _launch_verify(
@@ -323,6 +356,7 @@ def _launch_verify(
     *,
     proposals: Proposals,
     cuts: Cuts | None = None,
+    slots_B: torch.Tensor | None = None,
 ) -> Verified:
     made = pieces.launch(
         logits_RV, temperature_B, greedy_below=GREEDY_BELOW, starts_B=starts_B, cuts=cuts
@@ -332,10 +366,28 @@ def _launch_verify(
         *judge.launch(
             logits_RV, starts_B, drafts_BN, made, greedy_below=GREEDY_BELOW,
             sampling=(temperature_B, seed_B, position_B), proposals=drawn_from, cuts=cuts,
+            slots_B=slots_B,
         )
     )  # fmt: skip
+
+
+def _launch_verify_by_odds(
+    logits_RV: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    places = (seed_B, position_B)
+    return Verified(
+        *judge.launch_by_odds(logits_RV, starts_B, drafts_BN, odds_BN.contiguous(), places, slots_B)
+    )
 
 
 verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_greedy)
 verify_drawn = op(reference=verify_drawn_reference, kernel=_launch_verify_drawn)
 verify = op(reference=verify_reference, kernel=_launch_verify)
+verify_by_odds = op(reference=verify_by_odds_reference, kernel=_launch_verify_by_odds)

@@ -14,15 +14,9 @@ from limelight.models.loader import Model
 from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.pieces import Cuts
-from limelight.ops.trim import packed_starts, split
-from limelight.ops.verify import (
-    NOTHING,
-    Verified,
-    packed_rows,
-    verify_by,
-    verify_by_odds,
-    verify_greedy,
-)
+from limelight.ops.rows import Asked, Rows, lay_rows, stand
+from limelight.ops.trim import keep
+from limelight.ops.verify import NOTHING, verify_by, verify_by_odds, verify_greedy
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
@@ -59,21 +53,6 @@ class Extent:
     trims: bool
     greedy: bool
     cuts: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """T rows of B sequences as the target takes them."""
-
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_GT: torch.Tensor
-    firsts_B: torch.Tensor  # the position of each sequence's first row
-    seq_lens_B: torch.Tensor
-    starts_B: torch.Tensor
-    kept_B: torch.Tensor  # drafts among its rows
-    picked_R: torch.Tensor | None  # the rows that need logits; None: all
-    picked_starts_B: torch.Tensor
 
 
 class DraftedSteps:
@@ -248,7 +227,7 @@ class DraftedSteps:
         """As `judge`, where the host has to be asked; also where no one has a next token."""
         rows_B = tensors.rows_B.long()
         kept, starts = rows.kept_B.tolist(), rows.picked_starts_B.tolist()
-        positions = (rows.firsts_B + tensors.bases_B).tolist()
+        positions = rows.next_B.tolist()
         drafts = self.drafter.tokens_SN[rows_B].tolist()
         members = [b for b, grant in enumerate(launched.order) if grant.samples]
         if members and self.sampler.chooses:
@@ -256,8 +235,7 @@ class DraftedSteps:
                 Offer(launched.order[b].slot, starts[b], drafts[b][: kept[b]], positions[b])
                 for b in members
             ]
-            proposals = self.drafter.proposals(rows_B[members])
-            odds_BN = self.drafter.synthetic_odds(rows_B[members])
+            proposals, odds_BN = self.drafter.waiting(rows_B[members])
             launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
         runs = (launched.runs.get(grant.slot) for grant in launched.order)
         ends = [(r.accepted, r.token_ids[-1]) if r and r.token_ids else (0, NOTHING) for r in runs]
@@ -303,7 +281,8 @@ class DraftedSteps:
             busy=-(-extent.rows // extent.bounds[0]),
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
-        hidden_TD = self._forward(rows.tokens_T, Batch(rows.positions_T, paged))
+        batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
+        hidden_TD = self._forward(rows.tokens_T, batch)
         picked = rows.picked_R
         logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
         return hidden_TD, logits_RV, rows
@@ -312,63 +291,36 @@ class DraftedSteps:
         self, logits_RV: torch.Tensor, rows: Rows, tensors: DraftedTensors, extent: Extent
     ) -> Judged:
         """Which drafts stand by the logits alone, and where each sequence then stands."""
-        rows_B = tensors.rows_B.long()
-        drafts_BN = self.drafter.tokens_SN[rows_B]
+        drafter, rows_B = self.drafter, tensors.rows_B
+        judged = (logits_RV, rows.picked_starts_B, drafter.tokens_SN)
         if extent.greedy:
-            verified = verify_greedy(logits_RV, rows.picked_starts_B, drafts_BN)
+            verified = verify_greedy(*judged, slots_B=rows_B)
         else:
             cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
             verified = verify_by(
-                self.drafter.proposals(rows_B), logits_RV, rows.picked_starts_B, drafts_BN,
-                tensors.temperature_B, tensors.seeds_B, rows.firsts_B + tensors.bases_B,
-                cuts=cuts if extent.cuts else None,
+                drafter.proposals, *judged, tensors.temperature_B, tensors.seeds_B, rows.next_B,
+                cuts=cuts if extent.cuts else None, slots_B=rows_B,
             )  # fmt: skip
-        if (odds_BN := self.drafter.synthetic_odds(rows_B)) is not None:
+        if drafter.synthetic is not None:
             # Such steps are timed, so all that a real one does has been done as well.
             verified = verify_by_odds(
-                logits_RV, rows.picked_starts_B, drafts_BN, odds_BN, tensors.seeds_B,
-                rows.firsts_B + tensors.bases_B,
-            )  # fmt: skip
-        self._stand(rows_B, rows, tensors, verified)
+                *judged, drafter.odds_SN, tensors.seeds_B, rows.next_B, slots_B=rows_B
+            )
+        stand(drafter.lengths_S, drafter.last_tokens_S, rows_B, rows.next_B, verified)
         return Judged(verified.tokens_BQ, verified.best_B, rows.kept_B, verified.accepted_B)
 
-    def _stand(
-        self, rows_B: torch.Tensor, rows: Rows, tensors: DraftedTensors, verified: Verified
-    ) -> None:
-        lengths_B = rows.firsts_B + tensors.bases_B + verified.accepted_B
-        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B.int())
-        last_tokens_S = self.drafter.last_tokens_S
-        last_B = verified.tokens_BQ.gather(1, verified.accepted_B[:, None])[:, 0]
-        last_B = torch.where(last_B == NOTHING, last_tokens_S[rows_B], last_B)
-        last_tokens_S.index_copy_(0, rows_B, last_B)
-
     def _lay_rows(self, tensors: DraftedTensors, extent: Extent) -> Rows:
-        drafter, rows_B = self.drafter, tensors.rows_B.long()
-        kept_B = tensors.offered_B.long()
+        drafter = self.drafter
         if extent.trims:
-            kept_B = split(drafter.survival(rows_B, tensors.trim_M), kept_B, tensors.budget_1)
-        counts_B = tensors.bases_B + kept_B
+            kept_B = keep(
+                drafter.odds_SN, tensors.rows_B, tensors.offered_B, tensors.trim_M, tensors.budget_1
+            )
+        else:
+            kept_B = tensors.offered_B.long()
+        asked = Asked(tensors.rows_B, tensors.bases_B, kept_B, tensors.firsts_B, tensors.samples_B)
         # Padding has a row each, as long as there are rows.
-        starts_B = packed_starts(counts_B).clamp(max=extent.rows)
-        sequence_T, place_T = packed_rows(starts_B, extent.rows)
-        slot_T, given_B = rows_B[sequence_T], tensors.firsts_B
-        firsts_B = torch.where(given_B >= 0, given_B, drafter.lengths_S[rows_B])
-        positions_T = firsts_B[sequence_T] + place_T
-        drafted_T = drafter.tokens_SN[slot_T, (place_T - 1).clamp(0, drafter.num_drafts - 1)]
-        known_T = torch.where(place_T == 0, drafter.last_tokens_S[slot_T], drafted_T)
-        tokens_T = torch.where(tensors.tokens_T >= 0, tensors.tokens_T, known_T.clamp(min=0))
-        real_B = rows_B < self.tables.nobody
-        slots_GT = torch.where(real_B[sequence_T], drafter.slots(slot_T, positions_T), -1)
-        seq_lens_B = torch.where(real_B, firsts_B + counts_B, 0).int()
-        picked_R, picked_starts_B = None, starts_B
-        if extent.picks < extent.rows:
-            picked_starts_B = packed_starts(tensors.samples_B * (1 + kept_B))
-            sequence_R, place_R = packed_rows(picked_starts_B, extent.picks)
-            picked_R = starts_B[sequence_R + 1] - 1 - kept_B[sequence_R] + place_R
-        return Rows(
-            tokens_T, positions_T, slots_GT, firsts_B, seq_lens_B, starts_B, kept_B,
-            picked_R, picked_starts_B,
-        )  # fmt: skip
+        picks = extent.picks if extent.picks < extent.rows else None
+        return lay_rows(tensors.tokens_T, asked, drafter.slots, picks=picks)
 
 
 def _kept(trim: Trim | None, grants: list[Grant]) -> int:

@@ -7,8 +7,10 @@ from limelight.models.batch import Paged, PagedBlocks
 from limelight.models.dflash2 import DFlash2
 from limelight.ops.noise import draft_uniform
 from limelight.ops.paging import PagedLayout
+from limelight.ops.passes import Drafted, LaidBlocks, lay_blocks, store
+from limelight.ops.rows import Slots
 from limelight.ops.synthetic import SyntheticOdds
-from limelight.ops.trim import MOST_ODDS, log_odds, survival
+from limelight.ops.trim import MOST_ODDS, log_odds
 from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
 
@@ -45,6 +47,11 @@ class Drafter:
         self.ids_SNK = torch.zeros(shape, dtype=torch.int64, device=device)
         self.scores_SNK = torch.zeros(shape, device=device)
         self.odds_SN = torch.full(shape[:2], -MOST_ODDS, device=device)
+        self.cold_S = torch.zeros(slots, device=device)
+        self.numbers_SN = torch.zeros(shape[:2], device=device)
+        self.slots = Slots(
+            self.lengths_S, last_tokens_S, self.tokens_SN, tables.tensor, storage.shape.size
+        )
         self.first = len(storage.caches) - model.config.num_layers
 
     def paged(self, layouts: list[PagedLayout]) -> Paged:
@@ -52,68 +59,46 @@ class Drafter:
         first = self.first
         return Paged(layouts, self.storage.group_of_layer[first:], self.storage.caches[first:])
 
-    def slots(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Where keys and values of these slots and positions go, by group of layers, [G, T]."""
-        size = self.storage.shape.size
-        at_T = (positions_T // size).clamp(max=self.tables.tensor.shape[2] - 1)
-        blocks_GT = self.tables.tensor[:, rows_T, at_T].long()
-        return blocks_GT * size + positions_T % size
+    @property
+    def proposals(self) -> Proposals | None:
+        """What the drafts of all slots were drawn from; None if they are the drafter's best."""
+        return Proposals(self.ids_SNK, self.scores_SNK) if self.draws else None
 
-    def survival(self, rows_B: torch.Tensor, trim_M: torch.Tensor) -> torch.Tensor:
-        """The chance that each draft that waits, and all before it, are accepted, [B, N]."""
-        return survival(self.odds_SN[rows_B], trim_M[0], trim_M[1:])
-
-    def proposals(self, rows_B: torch.Tensor) -> Proposals | None:
-        """What the drafts that wait were drawn from; None if they are the drafter's best."""
-        return Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
-
-    def synthetic_odds(self, rows_B: torch.Tensor) -> torch.Tensor | None:
-        """Those by which the drafts that wait stand; None if they stand by what they are."""
-        return None if self.synthetic is None else self.odds_SN[rows_B]
+    def waiting(self, rows_B: torch.Tensor) -> tuple[Proposals | None, torch.Tensor | None]:
+        """What the drafts of these slots were drawn from, and the odds by which they stand; None
+        if they are the drafter's best, and if they stand by what they are."""
+        drawn = Proposals(self.ids_SNK[rows_B], self.scores_SNK[rows_B]) if self.draws else None
+        return drawn, None if self.synthetic is None else self.odds_SN[rows_B]
 
     def draft(
         self, rows_B: torch.Tensor, seeds_B: torch.Tensor, temperature_B: torch.Tensor
     ) -> torch.Tensor:
         """New drafts behind the newest tokens of these slots; their log odds, [B, N]."""
-        rows_B = rows_B.long()
-        blocks, first_B = self._blocks(rows_B)
-        warmth_B = temperature_B if self.draws else torch.zeros_like(temperature_B)
-        numbers_BN = draft_uniform(seeds_B, first_B.long() + 1, drafts=self.num_drafts)
+        blocks, laid = self._blocks(rows_B)
+        # The best candidate needs no number.
+        warmth_B, numbers_BN = self.cold_S[: len(rows_B)], self.numbers_SN[: len(rows_B)]
+        if self.draws:
+            warmth_B = temperature_B
+            numbers_BN = draft_uniform(seeds_B, laid.next_B, drafts=self.num_drafts)
         drafts = self.model.propose(
-            self.last_tokens_S[rows_B], blocks,
-            temperature_B=warmth_B, uniform_BN=numbers_BN,
-        )  # fmt: skip
+            laid.anchors_B, blocks, temperature_B=warmth_B, uniform_BN=numbers_BN
+        )
         if self.synthetic is None:
             odds_BN = log_odds(drafts.proposals.scores_BNK, temperature_B)
         else:
-            odds_BN = self.synthetic(seeds_B, first_B + 1)
-        for into, value in (
-            (self.tokens_SN, drafts.tokens_BN),
-            (self.ids_SNK, drafts.proposals.ids_BNK),
-            (self.scores_SNK, drafts.proposals.scores_BNK),
-            (self.odds_SN, odds_BN),
-        ):
-            into.index_copy_(0, rows_B, value)
+            odds_BN = self.synthetic(seeds_B, laid.next_B)
+        ids_BNK, scores_BNK = drafts.proposals.ids_BNK, drafts.proposals.scores_BNK
+        into = Drafted(self.tokens_SN, self.ids_SNK, self.scores_SNK, self.odds_SN)
+        store(rows_B, Drafted(drafts.tokens_BN, ids_BNK, scores_BNK, odds_BN), into)
         return odds_BN
 
-    def _blocks(self, rows_B: torch.Tensor) -> tuple[PagedBlocks, torch.Tensor]:
-        """A block of masks behind each slot's tokens, and where it begins."""
+    def _blocks(self, rows_B: torch.Tensor) -> tuple[PagedBlocks, LaidBlocks]:
+        """A block of masks behind each slot's tokens."""
         rows, longest = self.num_drafts + 1, self.max_model_len
-        real_B1 = (rows_B < self.tables.nobody)[:, None]
-        first_B = self.lengths_S[rows_B]
-        positions_BQ = first_B[:, None] + torch.arange(rows, device=rows_B.device)
-        inside_BQ = (positions_BQ < longest) & real_B1
-        positions_T = positions_BQ.clamp(max=longest - 1).flatten().long()
-        slots_GT = self.slots(rows_B.repeat_interleave(rows), positions_T)
-        ends_B = (first_B + rows).clamp(max=longest)
+        laid = lay_blocks(rows_B, self.slots, rows=rows, longest=longest)
         layouts = lay_out(
             self.tables, self.storage,
-            rows_B=rows_B.int(),
-            seq_lens_B=torch.where(real_B1[:, 0], ends_B, 0).int(),
-            starts_B=torch.arange(
-                0, len(positions_T) + 1, rows, dtype=torch.int32, device=rows_B.device
-            ),
-            slots_GT=torch.where(inside_BQ.flatten(), slots_GT, -1),
-            few=len(rows_B), bounds=(rows, longest),
+            rows_B=rows_B, seq_lens_B=laid.seq_lens_B, starts_B=laid.starts_B,
+            slots_GT=laid.slots_GT, few=len(rows_B), bounds=(rows, longest),
         )  # fmt: skip
-        return PagedBlocks(positions_T, rows, self.paged(layouts)), first_B
+        return PagedBlocks(laid.positions_T, rows, self.paged(layouts)), laid

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ahead import Case, meta
 
-from limelight.ops.embed import embed
+from limelight.ops.embed import embed, embed_blocks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -16,7 +16,16 @@ pytestmark = [
 
 def compile_cases() -> list[Case]:
     numbers = meta(8, dtype=torch.int64)
-    return [Case("embed", lambda: embed.kernel(numbers, numbers, meta(150_144, 2048)), decode=True)]
+    weight, options = meta(150_144, 2048), {"rows": 8, "mask": 7, "scale": 2.5}
+    return [
+        Case("embed", lambda: embed.kernel(numbers, numbers, weight), decode=True),
+        Case("blocks", lambda: embed_blocks.kernel(numbers, weight, None, **options), decode=True),
+        Case(
+            "blocks with a mask",
+            lambda: embed_blocks.kernel(numbers, weight, meta(2048), **options),
+            decode=True,
+        ),
+    ]
 
 
 @pytest.mark.parametrize("size", [40, 1030], ids="D{}".format)
@@ -34,3 +43,18 @@ def test_no_codes_are_no_rows(device):
     last_tokens_S = torch.zeros(1, dtype=torch.int64, device=device)
     weight_VD = torch.randn(2, 8, device=device)
     assert embed.kernel(none_T, last_tokens_S, weight_VD).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["of the weight", "of its own"])
+@pytest.mark.parametrize("scale", [1.0, 45.25])
+def test_a_block_is_an_anchor_and_masks(scale, masked, dtype, device):
+    """An anchor may be the mask itself."""
+    weight_VD = torch.randn(11, 1030, device=device).to(dtype)
+    mask_D = torch.randn(1030, device=device).to(dtype) if masked else None
+    anchors_B = torch.tensor([4, 9, 0], device=device)
+    options = {"rows": 4, "mask": 9, "scale": scale}
+    mine_TD = embed_blocks.kernel(anchors_B, weight_VD, mask_D, **options)
+    theirs_TD = embed_blocks.reference(anchors_B, weight_VD, mask_D, **options)
+    assert torch.equal(mine_TD, theirs_TD) and mine_TD.dtype == dtype
+    assert torch.equal(mine_TD[4], mine_TD[1])

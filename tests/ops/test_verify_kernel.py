@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def compile_cases() -> list[Case]:
-    def call(batch, drafts, candidates, cuts):
+    def call(batch, drafts, candidates, cuts, slots=None):
         def number(*shape):
             return meta(*shape, dtype=torch.float32)
 
@@ -39,22 +39,29 @@ def compile_cases() -> list[Case]:
             return meta(*shape, dtype=dtype)
 
         logits = number(batch * (drafts + 1), VOCABULARY)
-        starts, drafted = integer(batch + 1, dtype=torch.int32), integer(batch, drafts)
+        starts, drafted = integer(batch + 1, dtype=torch.int32), integer(slots or batch, drafts)
+        slots_B = integer(batch, dtype=torch.int32) if slots else None
         if candidates is None:
-            return verify_greedy.kernel(logits, starts, drafted)
+            return verify_greedy.kernel(logits, starts, drafted, slots_B=slots_B)
         sampling = number(batch), integer(batch), integer(batch)
         cut = Cuts(number(batch), number(batch), number(batch)) if cuts else None
         if candidates == 0:
-            return verify_drawn.kernel(logits, starts, drafted, *sampling, cuts=cut)
-        shape = (batch, drafts, candidates)
+            return verify_drawn.kernel(
+                logits, starts, drafted, *sampling, cuts=cut, slots_B=slots_B
+            )
+        shape = (slots or batch, drafts, candidates)
         proposals = Proposals(integer(*shape), number(*shape))
-        return verify.kernel(logits, starts, drafted, *sampling, proposals=proposals, cuts=cut)
+        return verify.kernel(
+            logits, starts, drafted, *sampling, proposals=proposals, cuts=cut, slots_B=slots_B
+        )
 
     return [
         Case("greedy", lambda: call(1, 7, None, False), decode=True),
         Case("as the sampler draws", lambda: call(64, 7, 0, False), decode=True),
         Case("drawn", lambda: call(64, 7, 16, False), decode=True),
         Case("drawn, cut", lambda: call(64, 7, 16, True)),
+        Case("drawn, of slots", lambda: call(64, 7, 16, True, slots=257), decode=True),
+        Case("greedy, of slots", lambda: call(1, 7, None, False, slots=257), decode=True),
         Case("as the sampler draws, cut", lambda: call(3, 15, 0, True)),
         Case("no drafts", lambda: call(3, 0, 16, False), decode=True),
         Case("numbers", lambda: noise.draft_uniform.kernel(integers(64), integers(64), drafts=7)),
@@ -182,6 +189,31 @@ def test_any_number_of_drafts_may_be_verified(drafts, device):
     for one, options in ((verify, {"proposals": batch.proposals}), (verify_drawn, {})):
         mine = one.kernel(*batch.arguments, **options, cuts=cuts)
         assert_same(mine, one.reference(*batch.arguments, **options, cuts=cuts))
+
+
+def test_drafts_may_lie_in_slots(device):
+    """As many more slots hold others, in another order."""
+    batch = Batch.random(9, 3, 300, device, seed=2)
+    logits_RV, starts_B, drafts_BN, *rest = batch.arguments
+    slots_B = torch.randperm(18, generator=torch.Generator().manual_seed(0))[:9].int().to(device)
+
+    def spread(x_BX):
+        x_SX = torch.full((18, *x_BX.shape[1:]), 3, dtype=x_BX.dtype, device=device)
+        return x_SX.index_copy_(0, slots_B.long(), x_BX)
+
+    proposals = Proposals(
+        *(spread(x) for x in (batch.proposals.ids_BNK, batch.proposals.scores_BNK))
+    )
+    sampled = ({"proposals": batch.proposals}, {"proposals": proposals})
+    for one, arguments, (packed, slotted) in (
+        (verify, rest, sampled), (verify_drawn, rest, ({}, {})), (verify_greedy, [], ({}, {}))
+    ):  # fmt: skip
+        theirs = one.reference(logits_RV, starts_B, drafts_BN, *arguments, **packed)
+        for form in (one.reference, one.kernel):
+            mine = form(
+                logits_RV, starts_B, spread(drafts_BN), *arguments, **slotted, slots_B=slots_B
+            )
+            assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("vocabulary", SIZES, ids="V{}".format)
