@@ -110,7 +110,7 @@ def _launch_embed_blocks(
     assert mask_D is None or mask_D.dtype == weight_VD.dtype and mask_D.is_contiguous()
     out_TD = weight_VD.new_empty(count, size)
     if count:
-        _embed_blocks_kernel[(count, triton.cdiv(size, 1024))](
+        _embed_blocks_kernel[(count, cdiv(size, 1024))](
             anchors_B, weight_VD, mask_D, out_TD, mask, scale, Q=rows, D=size, BLOCK_D=1024,
             num_warps=4, **pdl(weight_VD),
         )  # fmt: skip

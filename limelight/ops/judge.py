@@ -325,7 +325,7 @@ def launch_by_odds(
         _by_odds_kernel[(sequences,)](
             logits_RV, starts_B, drafts_BN, slots_B, odds_BN, *places, accepted_B, tokens_BQ,
             best_B, logits_RV.stride(0), logits_RV.shape[1],
-            N=drafts, QB=triton.next_power_of_2(drafts + 1), BLOCK=4 * PIECE, num_warps=8,
+            N=drafts, QB=next_power_of_2(drafts + 1), BLOCK=4 * PIECE, num_warps=8,
             **pdl(logits_RV),
         )  # fmt: skip
     return accepted_B, tokens_BQ, best_B

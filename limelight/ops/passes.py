@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, next_power_of_2, op, pdl
 from limelight.ops.rows import Slots, places_of
 
 BLOCK = 128
@@ -120,7 +120,7 @@ def _launch_lay_blocks(
     starts_B = torch.empty(sequences + 1, dtype=torch.int32, device=device)
     positions_T = torch.empty(sequences * rows, dtype=torch.int64, device=device)
     slots_GT = torch.empty(groups, sequences * rows, dtype=torch.int64, device=device)
-    _blocks_kernel[(triton.cdiv(sequences * rows, BLOCK),)](
+    _blocks_kernel[(cdiv(sequences * rows, BLOCK),)](
         rows_B, slots.lengths_S, slots.last_tokens_S, slots.tables_GSM,
         anchors_B, next_B, positions_T, slots_GT, seq_lens_B, starts_B,
         sequences, longest, num_slots, width,
@@ -157,7 +157,7 @@ def _launch_store(rows_B: torch.Tensor, drafted: Drafted, into: Drafted) -> None
     if sequences:
         _store_kernel[(sequences,)](
             rows_B, *drafted.arguments, *into.arguments, N=num_drafts, K=count,
-            BLOCK=triton.next_power_of_2(num_drafts * count), num_warps=4, **pdl(rows_B),
+            BLOCK=next_power_of_2(num_drafts * count), num_warps=4, **pdl(rows_B),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, op, pdl
 from limelight.ops.trim import packed_starts
 from limelight.ops.verify import NOTHING, Verified, packed_rows
 
@@ -291,8 +291,8 @@ def _launch_lay_rows(
     picked_R = None
     if picks is not None:
         picked_R = torch.empty(picks, dtype=torch.int64, device=device)
-    grid = triton.cdiv(rows, BLOCK_T) + triton.cdiv(sequences, BLOCK_B)
-    _rows_kernel[(grid + triton.cdiv(picks or 0, BLOCK_T),)](
+    grid = cdiv(rows, BLOCK_T) + cdiv(sequences, BLOCK_B)
+    _rows_kernel[(grid + cdiv(picks or 0, BLOCK_T),)](
         tokens_T, asked.kept_B, asked.bases_B, asked.firsts_B, asked.samples_B, asked.rows_B,
         slots.lengths_S, slots.last_tokens_S, slots.drafts_SN, slots.tables_GSM,
         out_T, positions_T, slots_GT, next_B, seq_lens_B, starts_B, picked_R,
@@ -338,7 +338,7 @@ def _launch_stand(
     parts = (lengths_S, last_tokens_S, rows_B, next_B, accepted_B, tokens_BQ)
     assert all(x.is_contiguous() for x in parts) and len(tokens_BQ) == len(rows_B)
     if sequences := len(rows_B):
-        _stand_kernel[(triton.cdiv(sequences, BLOCK_B),)](
+        _stand_kernel[(cdiv(sequences, BLOCK_B),)](
             lengths_S, last_tokens_S, rows_B, next_B, accepted_B, tokens_BQ, sequences,
             Q=tokens_BQ.shape[1], BLOCK_B=BLOCK_B, num_warps=2, **pdl(lengths_S),
         )  # fmt: skip

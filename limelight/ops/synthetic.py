@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, op, pdl
 from limelight.ops.noise import EASE, PASS, number_of, uniform
 from limelight.ops.trim import MOST_ODDS
 
@@ -166,7 +166,7 @@ def _launch_draw_odds(
     assert seeds_B.is_contiguous() and first_B.is_contiguous()
     odds_BN = torch.empty(shape, dtype=torch.float32, device=device)
     if size := odds_BN.numel():
-        _draw_odds_kernel[(triton.cdiv(size, 32),)](
+        _draw_odds_kernel[(cdiv(size, 32),)](
             seeds_B, first_B, intercepts_N, _numbers(spread, device), odds_BN, size, MOST_ODDS,
             N=shape[1], BLOCK=32, num_warps=1, **pdl(seeds_B),
         )  # fmt: skip

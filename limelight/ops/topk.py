@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import op, pdl
+from limelight.ops import cdiv, next_power_of_2, op, pdl
 from limelight.ops.pieces import PIECE
 
 # Below the integers of all logits; those of NaN are above all others.
@@ -85,19 +85,19 @@ def _launch_top_tokens(logits_TV: torch.Tensor, *, count: int) -> tuple[torch.Te
     (rows, vocabulary), device = logits_TV.shape, logits_TV.device
     assert logits_TV.dtype == torch.float32 and logits_TV.stride(1) == 1
     assert 0 < count <= vocabulary
-    pieces = triton.cdiv(vocabulary, PIECE)
+    pieces = cdiv(vocabulary, PIECE)
     keys_TPK = torch.empty(rows, pieces, count, dtype=torch.int64, device=device)
     best_TK = torch.empty(rows, count, dtype=torch.float32, device=device)
     ids_TK = torch.empty(rows, count, dtype=torch.int64, device=device)
     if rows:
-        known = {"K": count, "KB": triton.next_power_of_2(count), **pdl(logits_TV)}
+        known = {"K": count, "KB": next_power_of_2(count), **pdl(logits_TV)}
         _piece_keys_kernel[(rows, pieces)](
             logits_TV, keys_TPK, logits_TV.stride(0), vocabulary, PIECE=PIECE, num_warps=4, **known
         )
         size = pieces * count
         _row_keys_kernel[(rows,)](
             logits_TV, keys_TPK, best_TK, ids_TK, logits_TV.stride(0), size,
-            BLOCK=triton.next_power_of_2(size), num_warps=4, **known,
+            BLOCK=next_power_of_2(size), num_warps=4, **known,
         )  # fmt: skip
     return best_TK, ids_TK
 

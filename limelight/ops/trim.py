@@ -177,7 +177,7 @@ def _launch_keep(
         # The product and sum of z are rounded apart, as in the reference.
         _keep_kernel[(sequences,)](
             odds_SN, rows_B, offered_B, trim_M, budget_1, kept_B, sequences,
-            N=num_drafts, NB=triton.next_power_of_2(num_drafts), BLOCK_B=128, num_warps=4,
+            N=num_drafts, NB=next_power_of_2(num_drafts), BLOCK_B=128, num_warps=4,
             enable_fp_fusion=False, **pdl(odds_SN),
         )  # fmt: skip
     return kept_B

@@ -1,8 +1,11 @@
 """The little arithmetic of launches is Triton's, without what that costs."""
 
+from pathlib import Path
+
 import pytest
 import triton
 
+import limelight.ops
 from limelight.ops import cdiv, next_power_of_2
 
 
@@ -12,3 +15,9 @@ def test_sizes_are_those_that_triton_finds(count):
     assert [cdiv(count, size) for size in (1, 3, 128)] == [
         triton.cdiv(count, size) for size in (1, 3, 128)
     ]
+
+
+def test_no_launcher_asks_triton():
+    for path in Path(limelight.ops.__path__[0]).glob("*.py"):
+        assert "triton.cdiv(" not in (text := path.read_text()), path
+        assert "triton.next_power_of_2(" not in text, path
