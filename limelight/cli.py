@@ -6,9 +6,7 @@ Nothing heavy is imported before a command runs, so that the help answers at onc
 import argparse
 import json
 import logging
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
@@ -209,10 +207,7 @@ def _serve_by_ray(engine: EngineConfig, server: ServerConfig) -> int:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ValueError('--ray needs Ray Serve: pip install "limelight-serve[ray]"') from error
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
-    return run(engine, server, stopping)
+    return run(engine, server)
 
 
 def configs_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:

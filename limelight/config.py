@@ -256,6 +256,10 @@ class ServerConfig:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
         if not self.ray and (self.replicas > 1 or self.max_replicas is not None):
             raise ValueError("--replicas and --max-replicas need --ray; -dp N needs no Ray")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"max_replicas must be at least replicas, {self.replicas}; got {self.max_replicas}"
+            )
         self._check_parsers()
         self._check_objects()
 

@@ -10,11 +10,12 @@ their beginning and has least to do.
 import asyncio
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from threading import Event
 
 import ray
 from ray import serve
@@ -27,13 +28,14 @@ from starlette.types import ASGIApp
 from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.router import OPEN, Beginnings, draw, pieces_of
+from limelight.server.http import REPLICA
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import Output, Request
+from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 NAME = "limelight"
-# A request that has had no word yet is given to so many engines, one after the other.
-TRIES = 5
+# A request that has had no word yet is given to so many engines: it may be what they die of.
+TRIES = 3
 SECONDS_BETWEEN_CHECKS, SECONDS_OF_A_CHECK, SECONDS_BETWEEN_LOOKS = 2.0, 10.0, 0.1
 # More requests than one engine has room for wait in it, and more still in the fronts.
 WAITING = 2
@@ -104,8 +106,12 @@ class Engines:
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The outputs of a request. While it has had none, an engine that goes is made good by
         another; then it is `EngineDead`."""
-        said = False
+        if request.replica is not None:
+            raise RequestError("Ray chooses the replica; X-Session-ID keeps to one", param=REPLICA)
+        said, name = False, request.id
         for left in reversed(range(TRIES)):
+            # An engine that was only out of reach may still have it.
+            request = replace(request, id=f"{name}-{left}")
             stream = self.handle.options(stream=True).generate.remote(request)
             done = False
             try:
@@ -117,7 +123,7 @@ class Engines:
             except (RayActorError, EngineDead) as error:
                 if said or not left:
                     raise EngineDead(f"the engine has gone: {error}"[:300]) from error
-                logger.warning("%s goes to another engine: %s", request.id, error)
+                logger.warning("%s goes to another engine: %s", name, error)
                 await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             finally:
                 if not done:
@@ -222,30 +228,57 @@ def application(engine: EngineConfig, server: ServerConfig) -> serve.Application
     return front.bind(engine, server, engines.bind(engine))
 
 
-def app(args: dict[str, str]) -> serve.Application:
+def app(args: dict[str, object]) -> serve.Application:
     """For `serve run limelight.deploy:app NAME=VALUE ...`: the flags of `limelight serve`."""
     from limelight.cli import configs_of, parse
 
-    flags = []
+    flags = ["--ray"]
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
-        if value.lower() in ("true", "false"):
-            flags.append(flag if value.lower() == "true" else "--no-" + flag[2:])
+        if (text := str(value)).lower() in ("true", "false"):
+            flags.append(flag if text.lower() == "true" else "--no-" + flag[2:])
         else:
-            flags += [flag, value]
+            flags += [flag, text]
     return application(*configs_of(parse(["serve", *flags])))
 
 
-def run(engine: EngineConfig, server: ServerConfig, stopping: Event) -> int:
-    """Serve on a cluster of Ray's, or on one of this machine alone, until `stopping`."""
+def run(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve on a cluster of Ray's, or on one of this machine alone, until a signal."""
     if not ray.is_initialized():
         ray.init(log_to_driver=True, include_dashboard=False)
+    stopping = threading.Event()
+    # Ray has handlers of its own, which end a process at once.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    where = f"http://{server.host}:{server.port}"
+    if serve.status().proxies:
+        where = "the address of Ray Serve, which was there before"
+    ready = False
     serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
     try:
-        serve.run(application(engine, server), name=NAME, route_prefix="/")
-        print(f"limelight: ready on {server.host}:{server.port}, by Ray Serve", flush=True)
+        made = application(engine, server)
+        start = threading.Thread(target=_start, args=(made, stopping), daemon=True)
+        start.start()
+        # For as long as there is no room for all replicas it does not end.
+        while start.is_alive() and not stopping.is_set():
+            start.join(SECONDS_BETWEEN_CHECKS)
+        ready = not stopping.is_set()
+        if ready:
+            print(f"limelight: ready at {where}, by Ray Serve", flush=True)
         stopping.wait()
     finally:
-        serve.shutdown()
+        # What is open may end, within --shutdown-timeout.
+        serve.delete(NAME)
+        if not serve.status().applications:
+            serve.shutdown()
         ray.shutdown()
-    return 0
+    return 0 if ready else 1
+
+
+def _start(made: serve.Application, stopping: threading.Event) -> None:
+    """Wait until all replicas are there; where they cannot be, that is the end."""
+    try:
+        serve.run(made, name=NAME, route_prefix="/")
+    except Exception:
+        logger.exception("Ray Serve could not start the model")
+        stopping.set()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import (
@@ -16,7 +15,6 @@ from prometheus_client.registry import Collector
 
 from limelight.stats import EngineStats, ModelInfo, SpeculationStats
 
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -219,16 +217,16 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up", of("prefix_queries"))
         yield self._counter("prefix_cache_hits", "Tokens found", of("prefix_hits"))
         yield self._step_tokens(each)
-        drafting = [one.speculation for one in each if one.speculation is not None]
-        if len(drafting) == len(each):
-            yield from self._speculation(drafting)
+        drafting = [(engine, one.speculation) for engine, one in enumerate(each)]
+        yield from self._speculation([(e, one) for e, one in drafting if one is not None])
         if (info := self.info()) is not None:
             yield self._gauge(
                 "cache_config_info", "The KV cache", always,
                 block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
             )  # fmt: skip
 
-    def _speculation(self, each: list[SpeculationStats]) -> Iterator[Metric]:
+    def _speculation(self, each: list[tuple[int, SpeculationStats]]) -> Iterator[Metric]:
+        """Of the engines that draft."""
         for name, help, field in (
             ("num_drafts", "Verifications with a draft at least", "steps"),
             ("num_draft_tokens", "Drafts that were verified", "verified"),
@@ -237,16 +235,16 @@ class _EngineCollector(Collector):
             ("num_accepted_tokens", "Drafts that were accepted", "accepted"),
             ("predicted_accepted_tokens", "Verified drafts by their chance", "predicted"),
         ):
-            yield self._counter(f"spec_decode_{name}", help, [getattr(o, field) for o in each])
-        for family, field in (
-            (self._by_place(CounterMetricFamily, "num_draft_tokens_per_pos",
-                            "Drafts verified, by place"), "verified_at"),
-            (self._by_place(CounterMetricFamily, "num_accepted_tokens_per_pos",
-                            "Drafts accepted, by place"), "accepted_at"),
-            (self._by_place(GaugeMetricFamily, "intercept", "Of acceptance, by place"),
-             "intercepts"),
-        ):  # fmt: skip
-            for engine, one in enumerate(each):
+            yield self._counter(f"spec_decode_{name}", help, *_each(each, field))
+        for kind, name, help, field in (
+            (CounterMetricFamily, "num_draft_tokens_per_pos", "Drafts verified", "verified_at"),
+            (CounterMetricFamily, "num_accepted_tokens_per_pos", "Accepted", "accepted_at"),
+            (GaugeMetricFamily, "intercept", "Of acceptance", "intercepts"),
+        ):
+            family = kind(
+                f"vllm:spec_decode_{name}", f"{help}, by place", labels=(*LABELS, "position")
+            )
+            for engine, one in each:
                 for place, value in enumerate(getattr(one, field)):
                     family.add_metric([self.model, str(engine), str(place)], value)
             yield family
@@ -257,20 +255,26 @@ class _EngineCollector(Collector):
             ("synthetic", "1: accepted at told rates", "synthetic"),
             ("slope", "Of acceptance by log odds", "slope"),
         ):
-            yield self._gauge(f"spec_decode_{name}", help, [getattr(o, field) for o in each])
+            yield self._gauge(f"spec_decode_{name}", help, *_each(each, field))
 
-    def _by_place(self, kind: type[Family], name: str, help: str) -> Family:
-        return kind(f"vllm:spec_decode_{name}", help, labels=(*LABELS, "position"))
-
-    def _gauge(self, name: str, help: str, values: Sequence[float], **labels: str) -> Metric:
+    def _gauge(
+        self,
+        name: str,
+        help: str,
+        values: Sequence[float],
+        engines: Sequence[int] | None = None,
+        **labels: str,
+    ) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=(*LABELS, *labels))
-        for engine, value in enumerate(values):
+        for engine, value in zip(engines or range(len(values)), values, strict=True):
             family.add_metric([self.model, str(engine), *labels.values()], value)
         return family
 
-    def _counter(self, name: str, help: str, values: Sequence[float]) -> Metric:
+    def _counter(
+        self, name: str, help: str, values: Sequence[float], engines: Sequence[int] | None = None
+    ) -> Metric:
         family = CounterMetricFamily(f"vllm:{name}", help, labels=LABELS)
-        for engine, value in enumerate(values):
+        for engine, value in zip(engines or range(len(values)), values, strict=True):
             family.add_metric([self.model, str(engine)], value)
         return family
 
@@ -282,3 +286,8 @@ class _EngineCollector(Collector):
         for engine, one in enumerate(each):
             family.add_metric([self.model, str(engine)], [("+Inf", one.steps)], one.step_tokens)
         return family
+
+
+def _each(each: list[tuple[int, SpeculationStats]], field: str) -> tuple[list[float], list[int]]:
+    """A field's values, and whose they are."""
+    return [getattr(one, field) for _, one in each], [engine for engine, _ in each]

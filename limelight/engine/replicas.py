@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import re
 import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import takewhile
 
 from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
@@ -16,7 +18,9 @@ from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
 SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_STARTS = 2.0  # of one engine, and twice as many each time until it is ready
 
 
 class Replicas:
@@ -32,11 +36,12 @@ class Replicas:
         self.router: Router[int] = Router()
         self.clients = [EngineClient(config, env) for config, env in self.places]
         self.began = [False] * count  # whether each has been ready
+        self.restarting: set[int] = set()
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
     def info(self) -> ModelInfo:
-        return next((one.info for one in self.clients if one.is_loaded), self.clients[0].info)
+        return next((one for one in self.clients if one.is_loaded), self.clients[0]).info
 
     @property
     def stats(self) -> list[EngineStats]:
@@ -67,9 +72,10 @@ class Replicas:
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """As `EngineClient.submit`; a request whose engine dies before it says a word is given to
-        another, if there is one. `RequestError` for a replica that is not there."""
+        another, if there is one, but once: it may be what the engine died of. `RequestError` for a
+        replica that is not there."""
         said = False
-        while True:
+        for last in (request.replica is not None, True):
             engines = self._choice(request)
             with self.router.errand(
                 request.prompt_token_ids, engines, salt=request.cache_salt, session=request.session
@@ -78,12 +84,12 @@ class Replicas:
                     stream = self.clients[errand.engine].submit(request)
                     async with aclosing(stream) as outputs:
                         async for output in outputs:
-                            errand.answered()
+                            self.router.answered(errand)
                             said = True
                             yield output
                         return
                 except EngineDead:
-                    if said or not self._alive:
+                    if said or last or not self._alive:
                         raise
 
     async def close(self) -> None:
@@ -95,10 +101,13 @@ class Replicas:
 
     @property
     def _alive(self) -> list[int]:
-        return [i for i, one in enumerate(self.clients) if one.status.phase == "ready"]
+        """Those that take requests; of a hanging one it may take them in vain."""
+        each = [(i, client.status) for i, client in enumerate(self.clients)]
+        ready = [(i, one) for i, one in each if one.phase == "ready" and i not in self.restarting]
+        return [i for i, one in ready if one.healthy] or [i for i, _ in ready]
 
     def _may_restart(self, place: int) -> bool:
-        return self.began[place] and self.restarts > 0
+        return self.began[place] and (self.restarts > 0 or place in self.restarting)
 
     def _choice(self, request: Request) -> list[int]:
         """The engines that may get a request."""
@@ -114,19 +123,40 @@ class Replicas:
 
     async def _keep(self, place: int) -> None:
         """Start the engine at a place anew when it has died or hangs, as long as that may be."""
+        pause = 0.0
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            status = self.clients[place].status
-            self.began[place] |= status.phase == "ready"
-            if status.healthy or not self._may_restart(place):
+            client = self.clients[place]
+            status = client.status
+            if status.phase == "ready":
+                self.began[place], pause = True, 0.0
+            # While it starts, it may be silent for long.
+            lost = status.phase == "dead" or (client.is_loaded and not status.healthy)
+            if not lost or not self._may_restart(place):
                 continue
             self.restarts -= 1
             logger.error("engine %d is started anew: %s", place, status.detail)
-            await self.clients[place].close()
-            self.router.beginnings.forget(place)
-            config, env = self.places[place]
-            self.clients[place] = EngineClient(config, env)
-            await self.clients[place].start()
+            self.restarting.add(place)
+            try:
+                await asyncio.sleep(pause)
+                await self._restart(place)
+            except OSError as error:
+                logger.error("engine %d could not be started anew: %s", place, error)
+            finally:
+                self.restarting.discard(place)
+            pause = 2 * pause + SECONDS_BETWEEN_STARTS
+
+    async def _restart(self, place: int) -> None:
+        self.router.beginnings.forget(place)
+        await self.clients[place].close()
+        config, env = self.places[place]
+        client = EngineClient(config, env)
+        try:
+            await client.start()
+        except OSError:
+            await client.close()
+            raise
+        self.clients[place] = client
 
 
 def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:
@@ -134,11 +164,13 @@ def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[s
     if count == 1:
         return [(config, {})]
     gpus = [] if config.device == "cpu" else _gpus()
+    if not gpus and config.device == "cuda":
+        raise ValueError(f"--data-parallel-size finds no GPUs; name them in {VISIBLE}")
     if not gpus:
         threads = max(1, (os.cpu_count() or 1) // count)
         env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         share = config.gpu_memory_utilization / count
-        return [(replace(config, gpu_memory_utilization=share), env)] * count
+        return [(replace(config, device="cpu", gpu_memory_utilization=share), env)] * count
     each = config.tensor_parallel_size
     if count * each > len(gpus):
         raise ValueError(
@@ -151,7 +183,9 @@ def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[s
 def _gpus() -> list[str]:
     """Names of the GPUs that a process may use, as CUDA takes them."""
     if VISIBLE in os.environ:
-        return [name for name in os.environ[VISIBLE].split(",") if name.strip()]
+        # What is no GPU hides all behind it.
+        names = (name.strip() for name in os.environ[VISIBLE].split(","))
+        return list(takewhile(GPU.fullmatch, names))
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],

@@ -7,7 +7,7 @@ The cheapest gets it. Engines are called by any keys.
 """
 
 import hashlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,36 +22,35 @@ Engine = TypeVar("Engine", bound=Hashable)
 
 
 class Beginnings(Generic[Engine]):
-    """Which engine last got which beginnings, in pieces of PIECE tokens.
+    """Which engines got which beginnings, in pieces of PIECE tokens.
 
     A cache may have dropped one since, which costs time and nothing else.
     """
 
     def __init__(self) -> None:
-        self.owners: OrderedDict[int, Engine] = OrderedDict()  # of pieces with all before them
+        self.owners: OrderedDict[int, set[Engine]] = OrderedDict()  # of pieces with all before
 
     def known(self, pieces: list[int]) -> Counter[Engine]:
         """How many tokens of a prompt each engine was given before."""
         tokens: Counter[Engine] = Counter()
         for place, piece in enumerate(pieces):
-            owner = self.owners.get(piece)
-            if owner is None:
+            found = [one for one in self.owners.get(piece, ()) if tokens[one] == PIECE * place]
+            if not found:
                 break
-            if tokens[owner] == PIECE * place:
-                tokens[owner] += PIECE
+            tokens.update(dict.fromkeys(found, PIECE))
         return tokens
 
     def learn(self, pieces: list[int], engine: Engine) -> None:
         for piece in pieces:
-            self.owners[piece] = engine
+            self.owners.setdefault(piece, set()).add(engine)
             self.owners.move_to_end(piece)
         while len(self.owners) > MOST_PIECES:
             self.owners.popitem(last=False)
 
     def forget(self, engine: Engine) -> None:
         """Its cache is empty."""
-        for piece in [piece for piece, owner in self.owners.items() if owner == engine]:
-            del self.owners[piece]
+        for owners in self.owners.values():
+            owners.discard(engine)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,21 +60,13 @@ class Errand(Generic[Engine]):
     engine: Engine
     left: int
 
-    def answered(self) -> None:
-        """Its prompt has been computed."""
-        self.left = 0
-
 
 class Router(Generic[Engine]):
-    """Knows which requests are open and who was given which beginnings."""
+    """Knows what each engine has to do, and who was given which beginnings."""
 
     def __init__(self) -> None:
-        self.open: defaultdict[Engine, set[Errand[Engine]]] = defaultdict(set)
+        self.work: Counter[Engine] = Counter()  # in tokens
         self.beginnings: Beginnings[Engine] = Beginnings()
-
-    def work(self, engine: Engine) -> int:
-        """In tokens."""
-        return sum(OPEN + errand.left for errand in self.open[engine])
 
     @contextmanager
     def errand(
@@ -93,16 +84,22 @@ class Router(Generic[Engine]):
         pieces = pieces_of(prompt, salt)
         known = self.beginnings.known(pieces)
         if session is None:
-            chosen = min(engines, key=lambda one: self.work(one) - known[one])
+            chosen = min(engines, key=lambda one: self.work[one] - known[one])
         else:
             chosen = max(engines, key=lambda one: draw(session, one))
         self.beginnings.learn(pieces, chosen)
         errand = Errand(chosen, len(prompt) - known[chosen])
-        self.open[chosen].add(errand)
+        self.work[chosen] += OPEN + errand.left
         try:
             yield errand
         finally:
-            self.open[chosen].discard(errand)
+            self.answered(errand)
+            self.work[chosen] -= OPEN
+
+    def answered(self, errand: Errand[Engine]) -> None:
+        """Its prompt has been computed."""
+        self.work[errand.engine] -= errand.left
+        errand.left = 0
 
 
 def pieces_of(prompt: Sequence[int], salt: str) -> list[int]:

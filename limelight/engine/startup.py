@@ -294,7 +294,9 @@ def start_runner(
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
     elif device.type == "cpu" and mesh.size > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // mesh.size))
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // mesh.size))
     place = Placement(mesh, found.dtype, device)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:

@@ -30,7 +30,7 @@ class Timing:
     def __init__(self, runner: ModelRunner, num_drafts: int, plan: MemoryPlan):
         self.runner, self.num_drafts, self.plan = runner, num_drafts, plan
         self.machine = runner.device.type
-        self.longest = plan.max_model_len - 1 - plan.ahead
+        self.longest = max(1, plan.max_model_len - 1 - plan.ahead)
         most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk)
         self.graphs = min(MOST_EACH, runner.most_rows_of_a_graph)
         self.rows = {

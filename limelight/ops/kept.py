@@ -147,7 +147,7 @@ class Kept:
     def _fit(self, ends_B: np.ndarray) -> bool:
         if not ends_B.min() > 0:
             return False
-        columns = self._longest(ends_B) + 1 + COLUMNS_AHEAD
+        columns = 1 + (self.window or self._longest(ends_B) + COLUMNS_AHEAD)
         reach = self.window or columns
         padded, all_seen = len(ends_B) * columns, int(np.minimum(ends_B, reach).sum())
         return padded <= min(self.room, 2 * (all_seen + len(ends_B) * (1 + COLUMNS_AHEAD)))

@@ -83,10 +83,10 @@ class Call:
     def read(cls, body: bytes, request_id: str, headers: Headers) -> "Call":
         """`RequestError` for a replica that is no number."""
         replica = headers.get(REPLICA)
-        if replica is not None and not (replica.isascii() and replica.isdecimal()):
+        if replica is not None and not re.fullmatch("[0-9]{1,9}", replica):
             raise RequestError(f"{REPLICA} must be a number; got {replica[:20]!r}", param=REPLICA)
         session = headers.get("X-Session-ID")
-        return cls(body, request_id, session, None if replica is None else int(replica[:9]))
+        return cls(body, request_id, session, None if replica is None else int(replica))
 
 
 class Gone(Exception):
@@ -101,7 +101,7 @@ def refusal(error: Exception) -> Refused:
         case RequestError():
             return Refused(400, str(error), param=error.param, code=error.code)
         case EngineDead():
-            return Refused(503, "the engine has died; the server is about to end", retry_after=10)
+            return Refused(503, "the engine has died that had this request", retry_after=10)
         case HTTPException():
             return Refused(error.status_code, error.detail)
     logger.error("a request met a fault of the server", exc_info=error)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,21 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
 def test_replicas_of_ray_need_ray(capsys, flags):
     assert cli.main(["serve", "flint-nano", *flags]) == 2
     assert "need --ray" in capsys.readouterr().err
+
+
+def test_the_builder_takes_the_flags_of_serve(monkeypatch):
+    pytest.importorskip("ray")
+    from limelight import deploy
+
+    monkeypatch.setattr(deploy, "application", lambda engine, server: (engine, server))
+    args = {"model": "beam-nano", "replicas": 3, "enable_prefix_caching": False, "device": "cpu"}
+    engine, server = deploy.app(args)
+    assert (engine.model, engine.device, engine.enable_prefix_caching) == (
+        "beam-nano",
+        "cpu",
+        False,
+    )
+    assert server.ray and server.replicas == 3
 
 
 def test_a_request_goes_to_the_replica_that_knows_its_beginning_or_has_its_session(monkeypatch):
@@ -108,7 +124,7 @@ def served(tmp_path: Path):
                 tmp_path / "log"
             ).read_text()[-3000:]
             time.sleep(1)
-        yield url
+        yield url, process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -184,7 +200,8 @@ def engines() -> list[int]:
 
 @pytest.mark.slow
 def test_no_request_is_lost_when_an_engine_is_killed_and_all_are_replaced(served, texts):
-    load = Load(served, texts)
+    url, process = served
+    load = Load(url, texts)
     try:
         until(lambda: load.right > 10)
         assert not load.faults
@@ -208,6 +225,14 @@ def test_no_request_is_lost_when_an_engine_is_killed_and_all_are_replaced(served
         assert not load.faults
     finally:
         load.end()
+    # What is open at the end may end.
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        last = pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert last.result().json()["usage"]["completion_tokens"] == 300
+    assert process.wait(60) == 0 and not engines()
 
 
 UPDATE = """

@@ -11,7 +11,7 @@ from tiny import prompts, request, write_checkpoint
 
 from limelight.config import EngineConfig
 from limelight.engine import replicas
-from limelight.engine.client import EngineDead
+from limelight.engine.client import EngineDead, EngineStatus
 from limelight.engine.replicas import Replicas
 from limelight.types import RequestError
 
@@ -72,7 +72,7 @@ def test_requests_spread_over_engines_and_get_what_one_gives(folder):
             assert front.stats[0].steps == before
             with pytest.raises(RequestError, match="no replica 2"):
                 await text(front, for_one(2))
-            assert [front.router.work(i) for i in range(2)] == [0, 0]
+            assert [front.router.work[i] for i in range(2)] == [0, 0]
 
     asyncio.run(main())
 
@@ -97,6 +97,77 @@ def test_an_engine_that_is_killed_is_started_anew_and_the_other_serves_on(folder
             kill(front, 1)
             await until(lambda: front.status.phase == "dead")
             assert not front.status.healthy
+
+    asyncio.run(main())
+
+
+def test_a_request_that_names_a_dead_engine_fails_and_nothing_else_does(folder):
+    async def main():
+        async with started(folder, count=2, restarts=1) as front:
+            stream = front.submit(for_one(1, max_tokens=400))
+            await anext(stream)
+            kill(front, 1)
+            with pytest.raises(EngineDead):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineDead):
+                await text(front, for_one(1))
+            # What can be asked of all can be asked while one starts, the first one too.
+            assert front.info.vocab_size and len(front.stats) == 2
+            await until(lambda: len(front._alive) == 2)
+            kill(front, 0)
+            await until(lambda: front.status.phase == "dead")
+            assert front.info.vocab_size
+
+    asyncio.run(main())
+
+
+def test_a_hanging_engine_gets_no_more_requests_and_its_last_start_is_one(folder, monkeypatch):
+    monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.5)
+
+    async def main():
+        async with started(folder, count=2) as front:
+            os.kill(front.clients[0]._process.pid, signal.SIGSTOP)
+            await until(lambda: not front.clients[0].status.healthy)
+            for _ in range(3):
+                assert await text(front, request([7, 8], max_tokens=5))
+            os.kill(front.clients[0]._process.pid, signal.SIGCONT)
+        async with started(folder, count=2, restarts=1) as front:
+            os.kill(front.clients[1]._process.pid, signal.SIGSTOP)
+            phases = set()
+
+            def again() -> bool:
+                phases.add(front.status.phase)
+                return front.restarts == 0 and len(front._alive) == 2
+
+            await until(again)
+            assert phases == {"ready"}
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_engines_ends_two_of_them_at_most():
+    class Dying:
+        def __init__(self, front, place):
+            self.front, self.place, self.dead = front, place, False
+
+        @property
+        def status(self):
+            return EngineStatus("dead" if self.dead else "ready", 100.0, not self.dead, "")
+
+        async def submit(self, one):
+            self.dead = True
+            raise EngineDead("it was too much")
+            yield
+
+    async def main():
+        front = Replicas(EngineConfig(device="cpu"), count=4)
+        closing = [client.close() for client in front.clients]
+        front.clients = [Dying(front, i) for i in range(4)]
+        with pytest.raises(EngineDead):
+            await text(front, request([1, 2]))
+        assert [client.dead for client in front.clients].count(True) == 2
+        await asyncio.gather(*closing)
 
     asyncio.run(main())
 
@@ -144,6 +215,16 @@ def test_each_engine_sees_gpus_of_its_own(monkeypatch, visible, expected):
     assert all(one == config for one, _ in places)
     with pytest.raises(ValueError, match="needs 6 GPUs; this machine shows 4"):
         replicas._places(config, 3)
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "none", "NoDevFiles", "-1,0"])
+def test_where_no_gpu_is_visible_engines_share_the_cpu(monkeypatch, visible):
+    monkeypatch.setenv(replicas.VISIBLE, visible)
+    assert [one.device for one, _ in replicas._places(EngineConfig(), 2)] == ["cpu", "cpu"]
+    with pytest.raises(ValueError, match="no GPUs"):
+        replicas._places(EngineConfig(device="cuda"), 2)
+    monkeypatch.setenv(replicas.VISIBLE, "0, 3,-1,1")
+    assert replicas._gpus() == ["0", "3"]
 
 
 def test_on_a_cpu_engines_share_cores_and_memory(monkeypatch):

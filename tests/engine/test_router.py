@@ -23,7 +23,7 @@ def test_requests_that_are_open_go_to_an_engine_each():
     with ExitStack() as stack:
         errands = [stack.enter_context(router.errand(prompt(i), (0, 1, 2))) for i in range(6)]
         assert sorted(errand.engine for errand in errands) == [0, 0, 1, 1, 2, 2]
-    assert [router.work(i) for i in range(3)] == [0, 0, 0]
+    assert [router.work[i] for i in range(3)] == [0, 0, 0]
 
 
 def test_a_beginning_that_is_known_is_followed_turn_by_turn():
@@ -39,6 +39,15 @@ def test_a_beginning_that_is_known_is_followed_turn_by_turn():
     assert engine_of(router, [7, *turns]) == 0
 
 
+def test_a_short_prompt_elsewhere_takes_no_long_beginning_away():
+    router = Router()
+    long = prompt(1, 100 * PIECE)
+    assert engine_of(router, long) == 0
+    assert engine_of(router, long[: PIECE + 10], (1, 2)) == 1
+    assert engine_of(router, [*long, 5]) == 0
+    assert engine_of(router, [*long[:PIECE], 7], (1, 2)) == 1
+
+
 def test_work_weighs_more_than_a_beginning_once_there_is_enough():
     router = Router()
     ids = prompt(3, 4 * PIECE)
@@ -52,9 +61,10 @@ def test_work_weighs_more_than_a_beginning_once_there_is_enough():
 def test_what_is_left_to_compute_counts_until_the_first_word():
     router = Router()
     with router.errand(prompt(1, 1000), (0,)) as errand:
-        assert router.work(0) == 1000 + OPEN
-        errand.answered()
-        assert router.work(0) == OPEN
+        assert router.work[0] == 1000 + OPEN
+        router.answered(errand)
+        assert router.work[0] == OPEN
+    assert router.work[0] == 0
 
 
 def test_a_session_stays_where_it_is_and_moves_only_if_its_engine_goes():

@@ -1,7 +1,7 @@
 """What an engine runs before it serves."""
 
 import pytest
-from tiny import prompts, request, run, write_checkpoint
+from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight.config import EngineConfig
 from limelight.engine import warm_up
@@ -81,3 +81,11 @@ def test_the_null_block_stays_zero_where_drafts_are_warmed_and_served(flint, dra
     runner.forget()
     run(started.engine, [request(text, max_tokens=20) for text in prompts(20, 30, 61)])
     assert not runner.storage.pool[:, :, :, : runner.block_size].any()
+
+
+@pytest.mark.parametrize("length", [2, 23])
+def test_a_model_of_the_shortest_length_starts_with_its_drafter(length):
+    served = start("flint-nano", max_model_len=length, max_num_seqs=2)
+    [answer] = run(served, [request([5], max_tokens=length - 1)])
+    assert len(answer.token_ids) == length - 1
+    served.close()

@@ -139,6 +139,20 @@ def test_no_more_is_kept_than_there_is_room_for():
     assert kept == [False, True, False]
 
 
+def test_behind_a_wide_window_short_sequences_take_no_more_either():
+    pages = Pages(300, room=3 * 300)
+    pages.step({0: 290, 1: 290, 2: 290})
+    for _ in range(2):
+        assert pages.step({0: 1, 1: 1, 2: 1}) < 1e-5
+    assert not pages.kept.layers
+    pages = Pages(300, room=3 * 301)
+    pages.step({0: 290, 1: 290, 2: 290})
+    pages.step({0: 1, 1: 1, 2: 1})
+    pages.step({0: 1, 1: 1, 2: 1})
+    (layer,) = pages.kept.layers.values()
+    assert layer.v_ZLC.shape[1] == 301
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_layers_without_sinks_keep_keys_in_fp32_alone(dtype):
     pages = Pages(7, sinks=False, dtype=dtype)
