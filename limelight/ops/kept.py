@@ -101,7 +101,7 @@ class Kept:
         if not self._go_on(rows_B, ends_B, blocks_BN, layout.block_size):
             # Only from the next step on, for reading all costs more than one step gains.
             self.stop()
-        elif self.attended == self.num_layers and (self.window or self.seen < self.columns - 1):
+        elif self.attended == self.num_layers and (self._wraps or self.seen < self.columns - 1):
             self.seen += 1
         else:
             self._begin(ends_B, blocks_BN, layout.block_size)
@@ -135,6 +135,11 @@ class Kept:
         return kept.attend(q_BHC, min(self.seen + 1, self.columns), scale=scale)
 
     @property
+    def _wraps(self) -> bool:
+        """Whether all of a window has its column, so that the oldest is replaced."""
+        return self.columns - 1 == self.window
+
+    @property
     def _column(self) -> int:
         """Of this step's keys."""
         return 1 + (self.seen - 1) % (self.columns - 1)
@@ -147,7 +152,7 @@ class Kept:
     def _fit(self, ends_B: np.ndarray) -> bool:
         if not ends_B.min() > 0:
             return False
-        columns = 1 + (self.window or self._longest(ends_B) + COLUMNS_AHEAD)
+        columns = self._longest(ends_B) + 1 + COLUMNS_AHEAD
         reach = self.window or columns
         padded, all_seen = len(ends_B) * columns, int(np.minimum(ends_B, reach).sum())
         return padded <= min(self.room, 2 * (all_seen + len(ends_B) * (1 + COLUMNS_AHEAD)))
@@ -168,7 +173,8 @@ class Kept:
     def _begin(self, ends_B: np.ndarray, blocks_BN: np.ndarray, size: int) -> None:
         """Have every layer read the keys that are seen now: those before each end."""
         self.layers, self.seen = {}, self._longest(ends_B)
-        self.columns = 1 + (self.window or self.seen + COLUMNS_AHEAD)
+        columns = self.seen + COLUMNS_AHEAD
+        self.columns = 1 + (columns if self.window is None else min(columns, self.window))
         at_BL = ends_B[:, None] - self.seen + np.arange(-1, self.seen)
         hidden_BL = at_BL < 0
         at_BL = np.maximum(at_BL, 0)

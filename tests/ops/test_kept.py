@@ -81,8 +81,9 @@ def test_kept_keys_give_what_those_in_pages_give(window, dtype):
         (layer,) = pages.kept.layers.values()
         if not readings or layer is not readings[-1][1]:
             readings.append((index, layer))
-    # Without a window all is read once more when the columns are used up.
-    assert [index for index, _ in readings] == ([0] if window else [0, COLUMNS_AHEAD + 1])
+    # All is read once more when the columns are used up, which those of a narrow window never are.
+    narrow = window is not None and window < 50
+    assert [index for index, _ in readings] == ([0] if narrow else [0, COLUMNS_AHEAD + 1])
 
 
 @pytest.mark.parametrize("window", [None, 7], ids="W{}".format)
@@ -139,18 +140,13 @@ def test_no_more_is_kept_than_there_is_room_for():
     assert kept == [False, True, False]
 
 
-def test_behind_a_wide_window_short_sequences_take_no_more_either():
-    pages = Pages(300, room=3 * 300)
-    pages.step({0: 290, 1: 290, 2: 290})
+def test_behind_a_wide_window_short_sequences_take_little():
+    pages = Pages(10_000)
+    pages.step({0: 9, 1: 9})
     for _ in range(2):
-        assert pages.step({0: 1, 1: 1, 2: 1}) < 1e-5
-    assert not pages.kept.layers
-    pages = Pages(300, room=3 * 301)
-    pages.step({0: 290, 1: 290, 2: 290})
-    pages.step({0: 1, 1: 1, 2: 1})
-    pages.step({0: 1, 1: 1, 2: 1})
+        assert pages.step({0: 1, 1: 1}) < 1e-5
     (layer,) = pages.kept.layers.values()
-    assert layer.v_ZLC.shape[1] == 301
+    assert layer.v_ZLC.shape[1] == 1 + 11 + COLUMNS_AHEAD
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
