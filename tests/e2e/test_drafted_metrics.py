@@ -70,5 +70,6 @@ def test_counters_move_with_what_is_served(server):
 def test_the_log_has_the_times_that_decide_and_says_that_acceptance_is_made_up(server):
     log = server.log.read_text()
     assert "texts mean nothing" in log
-    assert re.search(r"verifying takes \(ms\)\n  \d+ tokens before: 1 [\d.]+, 2 ", log)
+    for kind in ("plain", "drafted", "prompt"):
+        assert re.search(rf"{kind} steps take \(ms\)\n  \d+ tokens before: \d+ [\d.]+, ", log)
     assert re.search(r"drafting takes \(ms\)\n  0 tokens before: 1 ", log)

@@ -12,9 +12,9 @@ To have your kernels compiled, define in `tests/ops/test_<op>_kernel.py`
 
 `test_compile.py` finds the function by its name. `meta` makes a tensor without memory (BF16 unless
 told otherwise), so shapes can be those of the real models; the launcher gets nothing else, so it
-must not read values or ask the device. Every launch is compiled for capability 90, the first and
-the last of each kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there.
-Launches that specialize alike are compiled once. `decode` says that none of the kernels may spill.
+must not read values or ask the device. Every launch is compiled for capability 90, the first of each
+kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there. Launches that
+specialize alike are compiled once. `decode` says that none of the kernels may spill.
 
 By hand, from the root of the project, with registers, stack bytes and shared memory of each:
 
@@ -168,12 +168,10 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def jobs_of(cases: list[Case]) -> list[tuple[Launch, int]]:
-    """Every launch for `MAIN`; the first and the last of each kernel for the other capabilities."""
+    """Every launch for `MAIN`; the first of each kernel for the other capabilities."""
     launches = record(cases)
     first = {launch.kernel.__name__: launch for launch in reversed(launches)}
-    last = {launch.kernel.__name__: launch for launch in launches}
-    some = {launch.key: launch for launch in (*first.values(), *last.values())}
-    others = [(launch, c) for launch in some.values() for c in CAPABILITIES if c != MAIN]
+    others = [(launch, c) for launch in first.values() for c in CAPABILITIES if c != MAIN]
     return [(launch, MAIN) for launch in launches] + others
 
 

@@ -32,3 +32,15 @@ def loops_of_loaded_length(monkeypatch):
         tensor.__index__ = lambda self: self.handle.data.item()
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of FP16 one case of each test, of FP32 all: the rest takes minutes."""
+    seen = set()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and "fp16" in callspec.id and "cpu" in callspec.id:
+            if (case := (item.path, item.originalname)) in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(case)
