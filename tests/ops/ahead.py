@@ -12,8 +12,8 @@ To have your kernels compiled, define in `tests/ops/test_<op>_kernel.py`
 
 `test_compile.py` finds the function by its name. `meta` makes a tensor without memory (BF16 unless
 told otherwise), so shapes can be those of the real models; the launcher gets nothing else, so it
-must not read values or ask the device. Every launch is compiled for capability 90, the first of each
-kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there. Launches that
+must not read values or ask the device. Every launch is compiled for capability 90, the first of
+each kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there. Launches that
 specialize alike are compiled once. `decode` says that none of the kernels may spill.
 
 By hand, from the root of the project, with registers, stack bytes and shared memory of each:
