@@ -276,6 +276,7 @@ class TrialProcess:
 
     def __init__(self, decide: Callable[[Key, Fault | None], None]):
         self._decide = decide
+        self._ended = "the process that tries it ended"  # or why it did
         self._lock = threading.Lock()
         self._tried: dict[int, Key] = {}
         self._numbers = itertools.count()
@@ -313,20 +314,22 @@ class TrialProcess:
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
         view = memoryview(data)
-        while view:
-            view = view[self._process.stdin.write(view) or 0 :]
+        try:
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+        except BrokenPipeError as error:
+            raise OSError(self._ended) from error
 
     def _take(self, number: int) -> Key | None:
         with self._lock:
             return self._tried.pop(number, None)
 
     def _read(self) -> None:
-        ended = "the process that tries it ended"
         try:
             # It takes a second, and so does the start of the process.
             importlib.import_module("xgrammar")
         except ImportError as error:
-            ended = f"xgrammar cannot be loaded: {error}"
+            self._ended = f"xgrammar cannot be loaded: {error}"
             self._process.kill()
         assert self._process.stdout is not None
         frames = Frames()
@@ -340,4 +343,4 @@ class TrialProcess:
         self._process.wait()
         for number in list(self._tried):
             if (key := self._take(number)) is not None:
-                self._decide(key, Fault(ended, is_users=False))
+                self._decide(key, Fault(self._ended, is_users=False))

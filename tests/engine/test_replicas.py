@@ -122,6 +122,7 @@ def test_a_request_that_names_a_dead_engine_fails_and_nothing_else_does(folder):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_gets_no_more_requests_and_its_last_start_is_one(folder, monkeypatch):
     monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.5)
 
@@ -172,6 +173,7 @@ def test_a_request_that_kills_engines_ends_two_of_them_at_most():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_engine_alone_is_started_anew_too_and_a_hanging_one_as_well(folder, monkeypatch):
     monkeypatch.setattr("limelight.engine.client.SECONDS_OF_SILENCE", 2.5)
 
