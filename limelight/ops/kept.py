@@ -73,8 +73,9 @@ class KeptLayer:
 
 
 class Kept:
-    """What is kept for the layers that share a block table; sees every step that they make.
+    """What is kept for the layers that share a block table.
 
+    It need not see every step: behind one that it has not seen the ends of sequences do not follow.
     `room` is how many keys a layer may keep.
     """
 

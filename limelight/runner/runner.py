@@ -98,8 +98,6 @@ class ModelRunner:
             num_drafts=num_drafts, max_model_len=self.max_model_len, draws=draws,
             synthetic=synthetic,
         )  # fmt: skip
-        # Steps with drafts would go on unseen.
-        self.kept = None
         self.drafted = DraftedSteps(
             self.model, drafter, self.sampler,
             max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,

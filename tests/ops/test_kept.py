@@ -35,8 +35,8 @@ class Pages:
         blocks = self.tables.shape[1]
         self.tables[slot], self.spare = self.spare[:blocks], self.spare[blocks:]
 
-    def step(self, counts):
-        """So many tokens of each slot named; the largest difference, and the largest number."""
+    def step(self, counts, *, seen=True):
+        """So many tokens of each slot named, where what is kept sees them; the largest difference."""
         starts = {slot: self.lengths[slot] for slot in counts}
         slots = [
             self.tables[slot, at // BLOCK] * BLOCK + at % BLOCK
@@ -60,7 +60,8 @@ class Pages:
                 heads=HEADS, scale=0.3, sinks_H=self.sinks,
             ).float()
             for cache, where in zip(
-                self.caches, (replace(layout, kept=self.kept), layout), strict=True
+                self.caches, (replace(layout, kept=self.kept if seen else None), layout),
+                strict=True,
             )
         )  # fmt: skip
         assert first.dtype == second.dtype and torch.isfinite(first).all()
@@ -117,6 +118,18 @@ def test_a_prompt_between_two_steps_ends_what_is_kept():
     ]:  # fmt: skip
         assert pages.step(counts) < 1e-5
         assert bool(pages.kept.layers) == kept
+
+
+@pytest.mark.parametrize("counts", [{0: 1, 1: 1}, {0: 3, 1: 1}, {1: 2}, {2: 4}], ids=str)
+def test_steps_that_it_does_not_see_as_those_with_drafts_are_noticed(counts):
+    pages = Pages(7)
+    pages.step({0: 9, 1: 12, 2: 3})
+    for _ in range(3):
+        assert pages.step({0: 1, 1: 1}) < 1e-5
+    assert pages.kept.layers
+    pages.step(counts, seen=False)
+    for _ in range(3):
+        assert pages.step({0: 1, 1: 1}) < 1e-5
 
 
 def test_a_step_that_failed_in_the_middle_is_not_gone_on_from():
