@@ -36,7 +36,7 @@ class Pages:
         self.tables[slot], self.spare = self.spare[:blocks], self.spare[blocks:]
 
     def step(self, counts, *, seen=True):
-        """So many tokens of each slot named, where what is kept sees them; the largest difference."""
+        """So many tokens of each slot named, `seen` by what is kept; the largest difference."""
         starts = {slot: self.lengths[slot] for slot in counts}
         slots = [
             self.tables[slot, at // BLOCK] * BLOCK + at % BLOCK
