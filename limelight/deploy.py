@@ -117,7 +117,7 @@ class Engines:
             try:
                 async for output in stream:
                     said = True
-                    yield output
+                    yield replace(output, request_id=name)
                 done = True
                 return
             except (RayActorError, EngineDead) as error:
