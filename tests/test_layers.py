@@ -16,6 +16,7 @@ LEVELS = [
         "progress",
         "speculative",
         "stats",
+        "steps",
         "__version__",
         "SamplingParams",
         "StructuredOutputsParams",

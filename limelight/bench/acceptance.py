@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from limelight.bench.closed_loop import Window
 from limelight.bench.record import spread
 from limelight.stats import SpeculationStats
-from limelight.types import StepTimes
+from limelight.steps import StepTimes
 
 
 def rate(window: Window) -> float:

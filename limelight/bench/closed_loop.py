@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from limelight.bench.workload import Steps
 from limelight.engine.engine import Engine
 from limelight.stats import EngineStats
-from limelight.types import Output, Request, StepTimes
+from limelight.steps import StepTimes
+from limelight.types import Output, Request
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from limelight.models.loader import Model
 from limelight.ops import Call, record_calls
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.types import StepPlan
+from limelight.steps import StepPlan
 
 READ_BYTES = 2**32
 READ_ROUNDS = 5

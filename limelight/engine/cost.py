@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from limelight.types import StepKind, StepTimes
+from limelight.steps import StepKind, StepTimes
 
 SPREAD = 0.05  # log of how far times of the same step lie apart, until it is known
 LEAST_SPREAD = 0.005

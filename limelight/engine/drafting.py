@@ -12,7 +12,7 @@ import numpy as np
 
 from limelight.engine.speculation import AllDrafts, Load, Speculation
 from limelight.stats import SpeculationStats
-from limelight.types import Grant, Sampled, StepPlan, StepTimes
+from limelight.steps import Grant, Sampled, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 # Of so many verified drafts a drafter that fits its target gets more than this share accepted.

@@ -11,18 +11,8 @@ from typing import Protocol
 from limelight.engine.drafting import Drafting
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
-from limelight.types import (
-    DeviceLost,
-    FinishReason,
-    Grant,
-    Output,
-    Request,
-    Sampled,
-    Sequence,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from limelight.steps import Grant, Sampled, StepPlan, StepResult
+from limelight.types import DeviceLost, FinishReason, Output, Request, Sequence, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 # With nothing to do but to wait for a grammar, a step takes no longer than this.

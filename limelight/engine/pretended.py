@@ -1,7 +1,8 @@
 """Sequences that nobody asked for, in one block of the empty cache: to warm up and time steps."""
 
 from limelight.engine.memory import MemoryPlan
-from limelight.types import Admission, Request, SamplingParams
+from limelight.steps import Admission
+from limelight.types import Request, SamplingParams
 
 
 def admit(count: int, length: int, params: SamplingParams) -> list[Admission]:

@@ -23,7 +23,8 @@ from limelight.parallel.group import join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.types import DeviceLost, StepPlan
+from limelight.steps import StepPlan
+from limelight.types import DeviceLost
 
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
 # A sign of life comes every second, but not while Python is busy with imports and compilers.

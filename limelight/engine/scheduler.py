@@ -6,7 +6,8 @@ from heapq import heappop, heappush
 from typing import Literal, TypedDict
 
 from limelight.cache.groups import CacheGroups, Hit
-from limelight.types import Admission, Grant, Sequence, StepPlan
+from limelight.steps import Admission, Grant, StepPlan
+from limelight.types import Sequence
 
 # Of a step's tokens drafts have one of so many where a prompt is waiting for them.
 DRAFT_SHARE = 4

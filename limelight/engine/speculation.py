@@ -17,7 +17,7 @@ import numpy as np
 from limelight.engine.acceptance import Acceptance
 from limelight.engine.cost import StepCosts
 from limelight.stats import SpeculationStats
-from limelight.types import StepKind, StepTimes, Trim
+from limelight.steps import StepKind, StepTimes, Trim
 
 PASSES = 128  # passes of a sequence that are remembered
 SAMPLES = 256  # sequences times passes that an estimate is made of, if there are as many

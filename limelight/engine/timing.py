@@ -9,7 +9,8 @@ from limelight.engine.memory import MemoryPlan
 from limelight.progress import Progress
 from limelight.runner.graphs import graph_sizes
 from limelight.runner.runner import ModelRunner
-from limelight.types import Grant, SamplingParams, StepKind, StepPlan, StepTimes
+from limelight.steps import Grant, StepKind, StepPlan, StepTimes
+from limelight.types import SamplingParams
 
 ROUNDS = 2
 # Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.

@@ -6,7 +6,8 @@ from limelight.engine.memory import MemoryPlan
 from limelight.ops.paging import FEW_QUERIES
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
-from limelight.types import Grant, SamplingParams, StepPlan
+from limelight.steps import Grant, StepPlan
+from limelight.types import SamplingParams
 
 # Tokens of steps beside the largest: each regime of the kernels, in multiples of 16 and not.
 WARM_SIZES = (2048, 1030, 260, 128, 70, 64, 33, 16, 9, 7, 2, 1)

@@ -18,7 +18,7 @@ from io import FileIO
 import msgspec
 
 from limelight.engine.pipes import Agreed, Sender, Start, Word, receive_bytes
-from limelight.types import StepPlan
+from limelight.steps import StepPlan
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0

@@ -32,7 +32,7 @@ from limelight.runner.inputs import (
 from limelight.runner.launched import Judged, Launched, Stopwatch
 from limelight.runner.sampler import Sampler
 from limelight.runner.verifier import Offer, Verifier
-from limelight.types import Grant, StepPlan, Trim
+from limelight.steps import Grant, StepPlan, Trim
 
 # Above so many rows a step takes so long that a graph gains nothing.
 MOST_ROWS_OF_A_GRAPH = 1024

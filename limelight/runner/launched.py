@@ -9,15 +9,8 @@ from itertools import pairwise
 import torch
 
 from limelight.runner.sampler import NOT_NUMBERS, Run
-from limelight.types import (
-    DeviceLost,
-    Grant,
-    Sampled,
-    StepPlan,
-    StepResult,
-    StepTimes,
-    TokenLogprobs,
-)
+from limelight.steps import Grant, Sampled, StepPlan, StepResult, StepTimes
+from limelight.types import DeviceLost, TokenLogprobs
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from limelight.runner.graphs import Graphs, graph_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
-from limelight.types import Admission, Grant, Request, StepPlan, StepResult, TokenLogprobs
+from limelight.steps import Admission, Grant, StepPlan, StepResult
+from limelight.types import Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar

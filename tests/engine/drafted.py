@@ -14,7 +14,7 @@ from limelight.engine.speculation import Decision, Load
 from limelight.models.loader import read_config
 from limelight.runner.graphs import graph_sizes
 from limelight.stats import SpeculationStats
-from limelight.types import Trim
+from limelight.steps import Trim
 
 Drafts = Callable[[str, int], list[int]]  # of a request, behind so many tokens of its answer
 

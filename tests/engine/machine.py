@@ -10,7 +10,7 @@ import torch
 from limelight.engine.cost import StepCost, StepCosts
 from limelight.engine.speculation import Load, Speculation
 from limelight.ops.trim import split
-from limelight.types import StepKind, StepTimes
+from limelight.steps import StepKind, StepTimes
 
 GRAPHS = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 POINTS = [*GRAPHS, 768, 1024, 2048, 4096]

@@ -9,15 +9,8 @@ from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.engine.engine import Engine
 from limelight.engine.scheduler import Scheduler
-from limelight.types import (
-    Constraint,
-    DeviceLost,
-    Request,
-    Sampled,
-    SamplingParams,
-    StepResult,
-    TokenLogprobs,
-)
+from limelight.steps import Sampled, StepResult
+from limelight.types import Constraint, DeviceLost, Request, SamplingParams, TokenLogprobs
 
 EOS = 9
 WHOLE, REFUSED = "whole", "refused"

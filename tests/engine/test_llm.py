@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from limelight import LLM, SamplingParams
-from limelight.types import StepResult
+from limelight.steps import StepResult
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
 QUESTION = {"role": "user", "content": "What is 17 + 25?"}

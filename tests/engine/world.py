@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, GroupSpec
 from limelight.engine.scheduler import Scheduler
-from limelight.types import Request, SamplingParams, Sequence, StepPlan
+from limelight.steps import StepPlan
+from limelight.types import Request, SamplingParams, Sequence
 
 FULL, SLIDING = GroupSpec(None, (0,)), GroupSpec(9, (1,))
 
