@@ -15,6 +15,7 @@ from limelight import __version__
 if TYPE_CHECKING:
     from rich.table import Table
 
+OUTPUTS = ("--json", "--plot")  # each with a file
 PACKAGES = ("torch", "triton", "transformers")
 # What the table has of a benchmark whose rows have more figures than a screen is wide.
 SHOWN = {
@@ -41,9 +42,20 @@ def record(bench: str, argv: list[str], rows: list[dict[str, object]]) -> dict[s
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
-        "command": shlex.join(["limelight", *argv]),
+        "command": shlex.join(["limelight", *_measured(argv)]),
         "rows": rows,
     }
+
+
+def _measured(argv: list[str]) -> list[str]:
+    """The arguments without where the figures go, which is a matter of one machine."""
+    kept, left = [], iter(argv)
+    for argument in left:
+        if argument in OUTPUTS:
+            next(left, None)
+        elif not argument.startswith(tuple(f"{flag}=" for flag in OUTPUTS)):
+            kept.append(argument)
+    return kept
 
 
 def machine() -> dict[str, object]:

@@ -35,3 +35,8 @@ def test_a_table_shows_every_column_of_every_row(capsys):
     show("serve", [{"batch": 1, "ttft_ms": spread([1.5])}, {"batch": 2, "e2e_ms": spread([7.25])}])
     out = capsys.readouterr().out
     assert all(text in out for text in ("batch", "ttft_ms", "e2e_ms", "1.5", "7.25"))
+
+
+def test_the_command_does_not_say_where_the_figures_went():
+    argv = ["bench", "decode", "--json", "/tmp/a.json", "--batch", "1", "--plot=/tmp/b.png", "8"]
+    assert record("decode", argv, [])["command"] == "limelight bench decode --batch 1 8"
