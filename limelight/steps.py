@@ -51,7 +51,7 @@ class StepKind(StrEnum):
 
     PLAIN = "plain"  # one token of each sequence
     DRAFTED = "drafted"  # and drafts, or where sequences stand is known on the device alone
-    PROMPT = "prompt"  # some rows are a prompt's, so there is no graph
+    PROMPT = "prompt"  # some rows are a prompt's
 
 
 @dataclass(frozen=True, slots=True)

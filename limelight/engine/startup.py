@@ -50,6 +50,7 @@ from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
+from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
@@ -167,7 +168,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
         kinds=kinds,
-        workspace=_workspace(config, found) + _unpacked(outline, found),
+        workspace=_workspace(config, found) + _unpacked(config, outline, found),
         block=block,
         groups=groups,
         num_blocks=0,
@@ -191,6 +192,8 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
     if found.drafter is not None:
         logits = max(logits, row * found.drafter.logit_rows(config))
     if found.device.type == "cuda":
+        # What graphs compute is in memory of their own.
+        tokens += 0 if config.enforce_eager else min(tokens, MOST_ROWS_WITH_A_PROMPT)
         return found.dtype.itemsize * tokens * width + logits
     attention = work_space(
         max_len=found.max_model_len,
@@ -199,13 +202,14 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
     return 4 * tokens * width + logits + attention + KEPT_BYTES
 
 
-def _unpacked(outline: Model, found: Resolved) -> int:
-    """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows."""
+def _unpacked(config: EngineConfig, outline: Model, found: Resolved) -> int:
+    """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows, in
+    graphs too."""
     packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
     if found.device.type == "cpu":
         return 0
     sizes = sorted({math.prod(weight.shape) for weight in packed})
-    return found.dtype.itemsize * sum(sizes[-2:])
+    return found.dtype.itemsize * sum(sizes[-2:]) * (1 if config.enforce_eager else 2)
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:

@@ -7,7 +7,6 @@ from limelight.engine import pretended
 from limelight.engine.cost import StepCost, StepCosts
 from limelight.engine.memory import MemoryPlan
 from limelight.progress import Progress
-from limelight.runner.graphs import graph_sizes
 from limelight.runner.runner import ModelRunner
 from limelight.steps import Grant, StepKind, StepPlan, StepTimes
 from limelight.types import SamplingParams
@@ -15,8 +14,8 @@ from limelight.types import SamplingParams
 ROUNDS = 2
 # Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
 LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
-# Rows of steps with a prompt, and of others, of which those that have a graph and are few are all
-# timed: a step is padded to the next.
+# Rows of steps with a prompt, and of others. Those that have a graph are timed too (of others if
+# they are few): a step is padded to the next.
 PROMPT_ROWS = {"cpu": (16, 64), "cuda": (64, 512, 2048, 8192)}
 ROWS = {
     "cpu": (1, 4, 16, 64),
@@ -33,11 +32,19 @@ class Timing:
         self.machine = runner.device.type
         self.longest = max(1, plan.max_model_len - 1 - plan.ahead)
         most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk)
-        self.graphs = min(MOST_EACH, runner.most_rows_of_a_graph)
+        each = [size for size in runner.drafted_sizes(prompts=False) if size <= MOST_EACH]
+        with_prompts = runner.drafted_sizes(prompts=True)
+        self.graphs = {
+            StepKind.PLAIN: max(each, default=0),
+            StepKind.DRAFTED: max(each, default=0),
+            StepKind.PROMPT: max(with_prompts, default=0),
+        }
+        points, last = ROWS[self.machine], ROWS[self.machine][-1]
+        longest = min(plan.chunk, self.longest)
         self.rows = {
-            StepKind.PLAIN: self._points(min(plan.max_num_seqs, plan.chunk)),
-            StepKind.DRAFTED: self._points(most),
-            StepKind.PROMPT: _until(min(plan.chunk, self.longest), PROMPT_ROWS[self.machine]),
+            StepKind.PLAIN: _points(min(plan.max_num_seqs, plan.chunk, last), points, each),
+            StepKind.DRAFTED: _points(min(most, last), points, each),
+            StepKind.PROMPT: _points(longest, PROMPT_ROWS[self.machine], with_prompts),
         }
         sequences = self._sequences(StepKind.DRAFTED, self.rows[StepKind.DRAFTED][-1])
         self.contexts = [length * sequences for length in LENGTHS[self.machine]]
@@ -60,11 +67,10 @@ class Timing:
                             drafting[best.sequences] = min(least, best.draft_ms)
                         advance(1)
         self.runner.forget()
-        graphs = dict.fromkeys(self.rows, self.graphs) | {StepKind.PROMPT: 0}
         counts = sorted(drafting)
         return StepCosts(
             {
-                kind: StepCost(points, contexts[kind], ms[kind], graphs=graphs[kind])
+                kind: StepCost(points, contexts[kind], ms[kind], graphs=self.graphs[kind])
                 for kind, points in self.rows.items()
             },
             StepCost(counts, [0], [[drafting[n] for n in counts]], graphs=0),
@@ -106,12 +112,7 @@ class Timing:
             return 1
         return rows if kind is StepKind.PLAIN else -(-rows // (1 + self.num_drafts))
 
-    def _points(self, most: int) -> list[int]:
-        """Numbers of rows up to `most`, as far as they are timed."""
-        sizes = [size for size in graph_sizes(most) if size <= self.graphs]
-        return sorted({*sizes, *_until(min(most, ROWS[self.machine][-1]), ROWS[self.machine])})
 
-
-def _until(most: int, points: tuple[int, ...]) -> list[int]:
-    """Those below `most`, and it."""
-    return [point for point in points if point < most] + [most]
+def _points(most: int, points: tuple[int, ...], sizes: list[int]) -> list[int]:
+    """Numbers of rows up to `most`: it, some points, and all sizes of graphs."""
+    return sorted({most, *(size for size in (*points, *sizes) if size < most)})

@@ -203,14 +203,15 @@ def _launch_paged_attention(
     out_THC = torch.empty(shape, dtype=qkv_TN.dtype, device=qkv_TN.device)
     gate_THC = None if gate_bias_H is None else gate_of(qkv_TN, out_THC)
     end = End(sinks_H, gate_THC, gate_bias_H)
-    if layout.few == len(layout.rows_B):
+    mixed = layout.mixed is not None
+    if layout.few == len(layout.rows_B) and not mixed:
         fresh = decode.Preparation(weight_2C, heads, turn, ssmax_T)
         decode.launch(qkv_TN, cache, layout, out_THC, end, fresh=fresh, scale=scale)
         return out_THC
     q_THC = rope.prepare.kernel(
         qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
-    if layout.few:
+    if layout.few or mixed:
         decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
     prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale)
     return out_THC

@@ -78,16 +78,19 @@ def _raw(row_R1, real_R1, t_R, cos, sin, C: tl.constexpr, TURN: tl.constexpr):
 def _cut(
     seq_lens, starts, positions, b, splits, least, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Of sequence b: its first query, queries, and length; the position of the first query, the
     first key that any of them sees, the end of those in the cache, and the tiles of keys a part;
-    the parts with keys from the cache, and all parts."""
+    the parts with keys from the cache, and all parts. More queries than `MIXED` are another
+    kernel's, and count as none."""
     length = tl.load(seq_lens + b)
     if BLOCK is None:
         start = tl.load(starts + b)
         queries = tl.load(starts + b + 1) - start
         at = length - queries
+        if MIXED is not None:
+            queries = tl.where(queries > MIXED, 0, queries)
     else:
         # The last rows of a block may lie behind the longest length, and count as its last.
         start, queries = b * BLOCK, tl.zeros_like(length) + BLOCK
@@ -112,9 +115,9 @@ def _split_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, TURN: tl.constexpr, ROUND: tl.constexpr,
-    SSMAX: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, TURN: tl.constexpr,
+    ROUND: tl.constexpr, SSMAX: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr,
+    GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of a sequence's keys for queries of one KV head; grid (part and rows, K, B).
 
@@ -134,7 +137,19 @@ def _split_kernel(
     kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
     start, queries, length, first_at, first, cached, each, used, count = _cut(
-        seq_lens, starts, positions, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART, BLOCK
+        seq_lens,
+        starts,
+        positions,
+        b,
+        splits,
+        least,
+        SIZE,
+        WINDOW,
+        KEYS,
+        FRESH,
+        APART,
+        BLOCK,
+        MIXED,
     )
     some = (length > 0) & (tile * ROWS < queries * GROUP)
     old, new = some & (part < used), some & (part == count - 1) & FRESH
@@ -236,8 +251,8 @@ def _combine_kernel(
     parts,
     HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
-    BLOCK: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, MIXED: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one head of one query; grid (query, head and channels, B)."""
     if PDL:
@@ -251,7 +266,19 @@ def _combine_kernel(
         bias_value = tl.load(bias + head).to(tl.float32)
     i, b = tl.program_id(0), tl.program_id(2)
     start, queries, length, _at, _first, _cached, _each, _used, count = _cut(
-        seq_lens, starts, positions, b, splits, least, SIZE, WINDOW, KEYS, FRESH, APART, BLOCK
+        seq_lens,
+        starts,
+        positions,
+        b,
+        splits,
+        least,
+        SIZE,
+        WINDOW,
+        KEYS,
+        FRESH,
+        APART,
+        BLOCK,
+        MIXED,
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -368,16 +395,16 @@ def launch(
     blocks: Rows | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Attention of the `few` first sequences into `out_THC`.
+    """Attention of the `few` first sequences into `out_THC`, or of those with few queries.
 
     Rows of `q_TN` are queries [H * C]; or [q | k | v | ...] that are to be prepared. `blocks` tells
     where they stand, instead of the layout's starts, in sequences that are drafts.
     """
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
-    most = layout.max_query if blocks is None else blocks.each
+    most = layout.mixed or layout.max_query if blocks is None else blocks.each
     queries = min(next_power_of_2(most), FEW_QUERIES)
-    group, few = heads // kv_heads, layout.few
+    group, few = heads // kv_heads, layout.few if layout.mixed is None else len(layout.rows_B)
     rows = min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
     fp8 = cache.scales_2 is not None
     tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
@@ -406,7 +433,7 @@ def launch(
     common = {
         "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
         "KEYS": tile.keys, "FRESH": fresh is not None, "APART": apart,
-        "BLOCK": None if blocks is None else blocks.each,
+        "BLOCK": None if blocks is None else blocks.each, "MIXED": layout.mixed,
         **end.options, **pdl(q_TN),
     }  # fmt: skip
     _split_kernel[(parts * pieces, kv_heads, few)](

@@ -102,7 +102,8 @@ class PagedLayout:
     `slots_T` (int64) is where this step's keys and values go. Nothing else of the contents is
     known on the host, so that a CUDA graph can be replayed with others: only that the `few` first
     sequences have at most FEW_QUERIES queries each, and bounds of the queries and tokens of all.
-    `busy` of them are likely to be no padding.
+    With `mixed` not even that: those with at most so many queries count as having few, wherever
+    they are. `busy` sequences are likely to be no padding.
     """
 
     tables_SN: torch.Tensor
@@ -116,6 +117,7 @@ class PagedLayout:
     max_query: int
     max_len: int
     busy: int | None = None  # None: all
+    mixed: int | None = None
     kept: "Kept | None" = None  # on a CPU, what steps with this table keep
 
     @cached_property
@@ -208,10 +210,11 @@ class Segments:
         """Queries are the last `queries` positions before `ends_B` of each member."""
         block_size, window = self.layout.block_size, self.layout.window
         ends_B1 = ends_B[:, None]
-        firsts_B1 = ends_B1 - self._reach(ends_B1, queries)
+        # Padding may have more queries than tokens, which are none.
+        firsts_B1 = ends_B1 - np.maximum(self._reach(ends_B1, queries), 0)
         # One more than the longest reach: the last column is slot 0 for everyone.
         keys_BL = firsts_B1 + np.arange((ends_B1 - firsts_B1).max() + 1)
-        blocks_BL = np.minimum(keys_BL // block_size, self.tables_SN.shape[1] - 1)
+        blocks_BL = (keys_BL // block_size).clip(0, self.tables_SN.shape[1] - 1)
         slots_BL = self.tables_SN[self.rows_B[members][:, None], blocks_BL] * block_size
         # What lies behind a sequence's end is read from slot 0 and hidden.
         slots_BL = np.where(keys_BL < ends_B1, slots_BL + keys_BL % block_size, 0)

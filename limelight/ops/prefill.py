@@ -29,15 +29,38 @@ from limelight.ops.keys import (
 from limelight.ops.paging import LayerCache, PagedLayout
 
 
-@triton.jit(do_not_specialize=["few", "table_stride"])
+@triton.jit
+def _located(
+    tile, starts, few, count, QUERIES: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """The sequence of a tile of queries, as they follow each other behind the `few` first
+    sequences, and its place among the sequence's; of `count` where there are no more."""
+    sequence, before = few * 0, few * 0
+    end = few * 0
+    for first in range(0, count, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        start_B = tl.load(starts + few + b, mask=b < count, other=0)
+        queries_B = tl.load(starts + few + b + 1, mask=b < count, other=0) - start_B
+        if MIXED is not None:
+            queries_B = tl.where(queries_B > MIXED, queries_B, 0)
+        tiles_B = tl.cdiv(queries_B, QUERIES)
+        passed_B = (end + tl.cumsum(tiles_B, axis=0) <= tile) & (b < count)
+        sequence += tl.sum(passed_B.to(tl.int32), axis=0)
+        before += tl.sum(tl.where(passed_B, tiles_B, 0), axis=0)
+        end += tl.sum(tiles_B, axis=0)
+    return sequence, tile - before
+
+
+@triton.jit(do_not_specialize=["few", "count", "table_stride"])
 def _prefill_kernel(
     q, pairs, scales, tables, rows, seq_lens, starts, sinks, gate, bias, out,
-    few, q_stride, table_stride, half_stride, gate_stride, scale,
+    few, count, q_stride, table_stride, half_stride, gate_stride, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    MIXED: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES queries of one sequence and KV head; grid (tile from the last on, K, B)."""
+    """QUERIES queries of one sequence and KV head; grid (tiles of all sequences, K)."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     FP8: tl.constexpr = pairs.dtype.element_ty == tl.int16
     WIDTH: tl.constexpr = C // 2 if FP8 else C
@@ -47,14 +70,16 @@ def _prefill_kernel(
     if FP8:
         scale *= tl.load(scales)
         v_scale = tl.load(scales + 1)
-    kv, b = tl.program_id(1).to(tl.int64), few + tl.program_id(2)
-    start, length = tl.load(starts + b), tl.load(seq_lens + b)
-    queries = tl.load(starts + b + 1) - start
-    # The last queries see the most keys, so they are begun first.
-    i0 = (tl.cdiv(queries, QUERIES) - 1 - tl.program_id(0)) * QUERIES
+    kv = tl.program_id(1).to(tl.int64)
+    sequence, place = _located(tl.program_id(0), starts, few, count, QUERIES, MIXED, BLOCK_B)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if i0 >= 0:
+    if sequence < count:
+        b = few + sequence
+        start, length = tl.load(starts + b), tl.load(seq_lens + b)
+        queries = tl.load(starts + b + 1) - start
+        # The last queries see the most keys, so they are begun first.
+        i0 = (tl.cdiv(queries, QUERIES) - 1 - place) * QUERIES
         table = tables + tl.load(rows + b).to(tl.int64) * table_stride
         # A row is one of the KV head's query heads in one of the queries.
         r = tl.arange(0, ROWS)
@@ -108,6 +133,10 @@ def _prefill_kernel(
         end_with(out, a_RC, l_R, t_R1, head, real_R1, gate, bias, gate_stride, HEADS, C, GATE)
 
 
+# Sequences that a program looks at together to find its own.
+BLOCK_B = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows (heads of queries) and keys at once."""
@@ -136,7 +165,7 @@ def launch(
     scale: float,
     tile: Tile | None = None,
 ) -> None:
-    """Attention of all sequences but the `few` first into `out_THC`."""
+    """Attention of all sequences but the `few` first, or those with few queries, into `out_THC`."""
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
     pairs, group = kernel_view(cache), heads // kv_heads
@@ -144,13 +173,16 @@ def launch(
     tile = tile or by_size(full if layout.window is None else windowed, layout.max_query)
     rows = max(tile.rows, next_power_of_2(group))
     queries = rows // group
-    grid = (cdiv(layout.max_query, queries), kv_heads, len(layout.rows_B) - layout.few)
-    _prefill_kernel[grid](
+    few = layout.few if layout.mixed is None else 0
+    count = len(layout.rows_B) - few
+    # Each sequence has at most one tile that is not full.
+    _prefill_kernel[(cdiv(len(q_TN), queries) + min(count, len(q_TN)), kv_heads)](
         q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, *end.arguments, out_THC,
-        layout.few, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
+        few, count, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
         end.gate_stride, scale * LOG2E.value,
         GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
-        WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys,
+        WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys, MIXED=layout.mixed,
+        BLOCK_B=BLOCK_B,
         **end.options, num_warps=tile.warps, num_stages=stages(q_TN, tile.stages), **pdl(q_TN),
     )  # fmt: skip

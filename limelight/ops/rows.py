@@ -93,8 +93,8 @@ def lay_rows_reference(
     """The rows, of which `tokens_T` holds the given tokens, or -1; with `picks` so many need
     logits.
 
-    Those behind the last sequence count as its own; sequences for which there are no rows have
-    none.
+    Those behind the last sequence count as its own, and picks behind the last one are the last row;
+    sequences for which there are no rows have none.
     """
     kept_B, rows_B, given_B = asked.kept_B, asked.rows_B.long(), asked.firsts_B
     counts_B = asked.bases_B + kept_B
@@ -111,6 +111,7 @@ def lay_rows_reference(
         picked_starts_B = packed_starts(asked.samples_B * (1 + kept_B))
         sequence_R, place_R = packed_rows(picked_starts_B, picks)
         picked_R = starts_B[sequence_R + 1] - 1 - kept_B[sequence_R] + place_R
+        picked_R = picked_R.clamp(max=len(tokens_T) - 1)
     return Rows(
         torch.where(tokens_T >= 0, tokens_T, known_T.clamp(min=0)), positions_T,
         slots.places(slot_T, positions_T), firsts_B + asked.bases_B, seq_lens_B, starts_B, kept_B,
@@ -209,7 +210,7 @@ def _pick_rows(r, kept, bases, samples, picked, rows, picks, sequences, BLOCK_B:
         count_B = _counts(b, kept, bases, None, sequences)
         before_RB = b[None, :] <= sequence_R[:, None]
         end_R += tl.sum(tl.where(before_RB, count_B[None, :], 0), axis=1)
-    row_R = tl.minimum(end_R, rows) - 1 - kept_R + (r - start_R)
+    row_R = tl.minimum(tl.minimum(end_R, rows) - 1 - kept_R + (r - start_R), rows - 1)
     tl.store(picked + r, row_R, mask=r < picks)
 
 

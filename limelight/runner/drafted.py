@@ -20,7 +20,7 @@ from limelight.ops.verify import NOTHING, verify_by, verify_by_odds, verify_gree
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.drafter import Drafter
-from limelight.runner.graphs import Graphs, graph_sizes
+from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     DraftedTensors,
     PassTensors,
@@ -36,6 +36,8 @@ from limelight.steps import Grant, StepPlan, Trim
 
 # Above so many rows a step takes so long that a graph gains nothing.
 MOST_ROWS_OF_A_GRAPH = 1024
+# Rows with a prompt for each row of a draft that their graph has room for, if all sequences decode.
+DRAFTS_BESIDE_A_PROMPT = 4
 # Graphs are no further apart, so a step has fewer rows of padding.
 MOST_PADDING = 16
 
@@ -43,7 +45,8 @@ MOST_PADDING = 16
 @dataclass(frozen=True, slots=True)
 class Extent:
     """What the host knows of a step: how many rows and rows of logits, how many sequences in all
-    and first with few queries, bounds of queries and tokens, and which work nobody needs."""
+    and first with few queries (or `mixed`, at most so many, wherever they are) and likely to be no
+    padding, bounds of queries and tokens, and which work nobody needs."""
 
     rows: int
     picks: int
@@ -53,6 +56,8 @@ class Extent:
     trims: bool
     greedy: bool
     cuts: bool
+    busy: int | None = None  # None: all
+    mixed: int | None = None
 
 
 class DraftedSteps:
@@ -79,30 +84,51 @@ class DraftedSteps:
         self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.graphs: Graphs[DraftedTensors, Judged] | None = None
+        self.prompt_graphs: Graphs[DraftedTensors, Judged] | None = None
         self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
 
-    def capture(self, progress: Progress) -> None:
-        """Make graphs of the steps in which all decode, and of the passes of the drafter."""
+    def capture(self, progress: Progress) -> Graphs[DraftedTensors, Judged]:
+        """Make graphs of steps, and of the passes of the drafter; one of them."""
         most = self.max_num_seqs * (1 + self.drafter.num_drafts)
         most = min(most, MOST_ROWS_OF_A_GRAPH, self.max_num_batched_tokens)
+        self.prompt_graphs = Graphs(
+            lambda tensors: self._step(tensors, self.extent_with_prompts(len(tensors.tokens_T))),
+            lambda rows: self._send(None, [], self.extent_with_prompts(rows), {}),
+            prompt_sizes(self.max_num_batched_tokens), progress,
+            name="graphs of drafts beside prompts",
+        )  # fmt: skip
         self.graphs = Graphs(
-            self._step, lambda rows: self._send(None, [], self._extent_of_graph(rows), {}),
-            graph_sizes(most), progress, name="graphs of steps",
+            lambda tensors: self._step(tensors, self.extent_of_graph(len(tensors.tokens_T))),
+            lambda rows: self._send(None, [], self.extent_of_graph(rows), {}),
+            graph_sizes(most), progress, name="graphs of steps", beside=self.prompt_graphs,
         )  # fmt: skip
         self.pass_graphs = Graphs(
             self._pass, lambda count: self._send_pass([], count),
-            graph_sizes(self.max_num_seqs), progress, name="graphs of drafts",
+            graph_sizes(self.max_num_seqs), progress, name="graphs of drafts", beside=self.graphs,
+        )  # fmt: skip
+        return self.graphs
+
+    def extent_of_graph(self, rows: int) -> Extent:
+        """All that a graph of so many rows must be ready for, in which all decode."""
+        seqs = min(rows, self.max_num_seqs + MOST_PADDING)
+        most = 1 + self.drafter.num_drafts
+        return Extent(
+            rows, rows, seqs, seqs, (most, self.drafter.max_model_len),
+            trims=True, greedy=False, cuts=True, busy=-(-rows // most),
         )  # fmt: skip
 
-    def _extent_of_graph(self, rows: int) -> Extent:
-        """All that a graph of so many rows must be ready for."""
-        seqs = min(rows, self.max_num_seqs + MOST_PADDING)
-        bounds = (1 + self.drafter.num_drafts, self.drafter.max_model_len)
-        return Extent(rows, rows, seqs, seqs, bounds, trims=True, greedy=False, cuts=True)
+    def extent_with_prompts(self, rows: int) -> Extent:
+        """The same where prompts may be among them; behind all sequences that there can be, one of
+        padding takes the rows that are left."""
+        picks = min(rows, self.max_num_seqs + rows // DRAFTS_BESIDE_A_PROMPT)
+        return Extent(
+            rows, picks, self.max_num_seqs + 1, 0, (rows, self.drafter.max_model_len),
+            trims=True, greedy=False, cuts=True,
+            mixed=min(1 + self.drafter.num_drafts, FEW_QUERIES),
+        )  # fmt: skip
 
-    def _step(self, tensors: DraftedTensors) -> Judged:
-        """A step that decodes, all on the device."""
-        extent = self._extent_of_graph(len(tensors.tokens_T))
+    def _step(self, tensors: DraftedTensors, extent: Extent) -> Judged:
+        """A step all on the device."""
         _, logits_RV, rows = self.run(tensors, extent)
         return self.judge(logits_RV, rows, tensors, extent)
 
@@ -121,14 +147,14 @@ class DraftedSteps:
         return hidden_TD
 
     def launch(
-        self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]]
+        self, plan: StepPlan, grants: list[Grant], known: Mapping[int, list[int]], *, hidden: bool
     ) -> tuple[Launched, torch.Tensor]:
-        """Start a step of `grants`, those with few queries first; also the hidden states of its
-        rows. `known` are the tokens of each slot that the host knows."""
+        """Start a step of `grants`, those with few queries first; also the `hidden` states of its
+        rows, if they are asked for. `known` are the tokens of each slot that the host knows."""
         extent = self._extent(plan, grants)
         launched = Launched(plan, grants, self.device)
         watch = Stopwatch(self.device, plan, rows=extent.rows)
-        hidden_TD = self._verify(launched, extent, known)
+        hidden_TD = self._verify(launched, extent, known, hidden=hidden)
         watch.mark()
         sampling = [grant for grant in grants if grant.samples]
         if plan.drafts and sampling:
@@ -138,26 +164,39 @@ class DraftedSteps:
         return launched.end(), hidden_TD
 
     def _verify(
-        self, launched: Launched, extent: Extent, known: Mapping[int, list[int]]
+        self,
+        launched: Launched,
+        extent: Extent,
+        known: Mapping[int, list[int]],
+        *,
+        hidden: bool,
     ) -> torch.Tensor:
         """The target's part of a step; the hidden states, of no rows where a graph kept them."""
         grants, trim = launched.order, launched.plan.trim
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
-        on_device = bool(rules) and all(rule.on_device for rule in rules)
-        size = None
-        if self.graphs is not None and on_device and extent.picks == extent.rows:
-            size = self.graphs.size_for(extent.rows)
-        if self.graphs is not None and size is not None:
-            self._send(trim, grants, self._extent_of_graph(size), known)
-            launched.judged = self.graphs.replay(size)
+        on_device = all(rule.on_device for rule in rules)
+        if on_device and not hidden and (found := self._graph_of(extent)) is not None:
+            graphs, of_graph = found
+            self._send(trim, grants, of_graph, known)
+            launched.judged = graphs.replay(of_graph.rows)
             return self.drafter.scores_SNK.new_empty(0)
         tensors = self._send(trim, grants, extent, known)
         hidden_TD, logits_RV, rows = self.run(tensors, extent)
-        if on_device:
+        if on_device and rules:
             launched.judged = self.judge(logits_RV, rows, tensors, extent)
         else:
             self._judge_by_rules(launched, logits_RV, rows, tensors)
         return hidden_TD
+
+    def _graph_of(self, extent: Extent) -> tuple[Graphs[DraftedTensors, Judged], Extent] | None:
+        """The graphs one of which holds such a step, and what that one is ready for."""
+        decodes = extent.picks == extent.rows
+        graphs = self.graphs if decodes else self.prompt_graphs
+        size = None if graphs is None else graphs.size_for(extent.rows)
+        if graphs is None or size is None:
+            return None
+        of_graph = self.extent_of_graph(size) if decodes else self.extent_with_prompts(size)
+        return (graphs, of_graph) if extent.picks <= of_graph.picks else None
 
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
         offered, kept = _kept(None, grants), _kept(plan.trim, grants)
@@ -187,7 +226,7 @@ class DraftedSteps:
         """A step's inputs on the device; what there is beyond the grants is padding."""
         size = (extent.rows, extent.seqs, self.drafter.num_drafts)
         to = self.inputs.stage(size).arrays
-        nobody = self.tables.nobody
+        nobody, mixed = self.tables.nobody, extent.mixed is not None
         bases = [grant.num_tokens - grant.num_drafts for grant in grants]
         codes: list[int] = []
         firsts = []
@@ -203,7 +242,8 @@ class DraftedSteps:
         rules = [self.sampler.rules[grant.slot] for grant in grants]
         for name, values, rest in (
             ("rows_B", [grant.slot for grant in grants], nobody),
-            ("bases_B", bases, 1),
+            # Of padding each has a row, or the last one all.
+            ("bases_B", bases, 0 if mixed else 1),
             ("offered_B", [grant.num_drafts for grant in grants], 0),
             ("firsts_B", firsts, 0),
             ("samples_B", [int(grant.samples) for grant in grants], 0),
@@ -213,6 +253,8 @@ class DraftedSteps:
             fill(to[name], values, rest)
         for name, numbers, off in self.sampler.cut_offs(rules):
             fill(to[f"{name}_B"], numbers, off)
+        if mixed:
+            to["bases_B"][-1] = extent.rows
         to["budget_1"][:] = extent.rows if trim is None else trim.budget
         to["trim_M"][:] = 0.0 if trim is None else [trim.slope, *trim.intercepts]
         return self.inputs.send(size)
@@ -278,7 +320,7 @@ class DraftedSteps:
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=rows.seq_lens_B, starts_B=rows.starts_B,
             slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
-            busy=-(-extent.rows // extent.bounds[0]),
+            busy=extent.busy, mixed=extent.mixed,
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
         batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +18,17 @@ def graph_sizes(largest: int) -> list[int]:
     return sorted(size for size in sizes if size <= largest)
 
 
+# Above so many rows a step with a prompt takes so long that a graph gains little.
+MOST_ROWS_WITH_A_PROMPT = 2048
+
+
+def prompt_sizes(largest: int) -> list[int]:
+    """Sizes of steps with a prompt: an eighth to a half apart, and the largest."""
+    largest = min(largest, MOST_ROWS_WITH_A_PROMPT)
+    sizes = {64, *range(128, 512, 128), *range(512, MOST_ROWS_WITH_A_PROMPT, 256), largest}
+    return sorted(size for size in sizes if size <= largest)
+
+
 class Graphs(Generic[Inputs, Outcome]):
     """One graph for each size; a smaller step is padded to the next."""
 
@@ -29,12 +40,16 @@ class Graphs(Generic[Inputs, Outcome]):
         progress: Progress,
         *,
         name: str = "graphs",
+        beside: "Graphs[Any, Any] | None" = None,
     ):
-        """Capture `step` on the inputs of each size, filled with `padding`."""
+        """Capture `step` on the inputs of each size, filled with `padding`.
+
+        Their memory is that of the graphs `beside` them, which never run at the same time.
+        """
         self.sizes = sizes
+        self.pool: Any = None if beside is None else beside.pool
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outcomes: dict[int, Outcome] = {}
-        pool = None
         with progress.phase(f"capturing {name}", len(self.sizes)) as advance:
             # From the largest down, so that the smaller ones find their memory in its pool.
             for size in reversed(self.sizes):
@@ -43,9 +58,9 @@ class Graphs(Generic[Inputs, Outcome]):
                 step(inputs)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=self.pool):
                     self.outcomes[size] = step(inputs)
-                pool = graph.pool()
+                self.pool = graph.pool()
                 self.graphs[size] = graph
                 advance(1)
 

@@ -258,12 +258,14 @@ def lay_out(
     few: int,
     bounds: tuple[int, int],
     busy: int | None = None,
+    mixed: int | None = None,
     kept: list[Kept] | None = None,
 ) -> list[PagedLayout]:
     """For each group of layers, where the keys and values of a step are and go.
 
-    The first `few` sequences have few queries; `bounds` are the most queries and tokens, and `busy`
-    sequences are likely to be no padding. On a CPU steps without drafts may keep what they read.
+    The first `few` sequences have few queries, or with `mixed` any that have so many at most;
+    `bounds` are the most queries and tokens, and `busy` sequences are likely to be no padding. On a
+    CPU steps without drafts may keep what they read.
     """
     return [
         PagedLayout(
@@ -278,6 +280,7 @@ def lay_out(
             max_query=bounds[0],
             max_len=bounds[1],
             busy=busy,
+            mixed=mixed,
             kept=None if kept is None else kept[g],
         )
         for g, group in enumerate(storage.groups)

@@ -1,6 +1,6 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
-from limelight.runner.graphs import Graphs, graph_sizes
+from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
@@ -68,7 +68,7 @@ class ModelRunner:
         )
         self.inputs = StepInputs(
             StepTensors,
-            (max(max_num_batched_tokens, max_num_seqs), max_num_seqs, max_num_seqs),
+            (max(max_num_batched_tokens, max_num_seqs), max_num_seqs + 1, max_num_seqs),
             groups=len(storage.groups), device=self.device,
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
@@ -82,7 +82,8 @@ class ModelRunner:
             grammars=grammars,
             chooses=self.mesh.rank == 0,
         )
-        self.graphs: Graphs[StepTensors, Judged] | None = None
+        self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
+        self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
 
     def draft_by(
@@ -135,10 +136,9 @@ class ModelRunner:
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan, sampling, self.device)
         on_device = all(rule.on_device for rule in rules)
-        if on_device and (padded := self._graph_size(grants)) is not None:
-            assert self.graphs is not None
-            self._send((padded,) * 3, grants, sampling)
-            launched.judged = self.graphs.replay(padded)
+        if on_device and (replay := self._graph_of(grants, sampling)) is not None:
+            judged = replay()
+            launched.judged = judged if sampling else None
             return launched
         tokens = sum(grant.num_tokens for grant in grants)
         tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
@@ -168,23 +168,32 @@ class ModelRunner:
         known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
         # Those whose tokens only the device knows come first of all.
         grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
-        launched, hidden_TD = drafted.launch(plan, grants, known)
+        tells = any(self._tells_prompt(grant) for grant in grants)
+        launched, hidden_TD = drafted.launch(plan, grants, known, hidden=tells)
         launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
         return launched
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
-        """Make decode steps graphs; the model must have run before."""
-        if self.drafted is not None:
-            self.drafted.capture(progress)
-        sizes = graph_sizes(self.tables.nobody)
-        self.graphs = Graphs(self.decode, self._padding, sizes, progress)
+        """Make graphs of steps; the model must have run before."""
+        beside = None if self.drafted is None else self.drafted.capture(progress)
+        self.prompt_graphs = Graphs(
+            self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
+            prompt_sizes(self.max_num_batched_tokens), progress,
+            name="graphs of steps with prompts", beside=beside,
+        )  # fmt: skip
+        self.graphs = Graphs(
+            self.decode, lambda count: self._send((count,) * 3, [], []),
+            graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+        )  # fmt: skip
 
-    @property
-    def most_rows_of_a_graph(self) -> int:
-        """Of a step with drafts; 0 without graphs."""
-        graphs = None if self.drafted is None else self.drafted.graphs
-        return 0 if graphs is None else graphs.sizes[-1]
+    def drafted_sizes(self, *, prompts: bool) -> list[int]:
+        """Rows of the graphs of steps with drafts; none without graphs."""
+        drafted = self.drafted
+        if drafted is None:
+            return []
+        graphs = drafted.prompt_graphs if prompts else drafted.graphs
+        return [] if graphs is None else graphs.sizes
 
     def pretend(self, length: int) -> None:
         """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
@@ -201,14 +210,17 @@ class ModelRunner:
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
         return self._draw(self.model.logits(self._run(tensors, batch)), tensors, cuts=True)
 
+    def read(self, tensors: StepTensors) -> Judged:
+        """A step of prompts and of sequences that decode, all on the device."""
+        bounds = (len(tensors.tokens_T), self.max_model_len)
+        hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
+        return self._draw(self.model.logits(hidden_TD[tensors.samples_R]), tensors, cuts=True)
+
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
         if self.drafted is None:
             return self.model(tensors.tokens_T, batch)
         return self.drafted.follow(tensors, batch)
-
-    def _padding(self, size: int) -> StepTensors:
-        return self._send((size,) * 3, [], [])
 
     def _send(self, size: Size, grants: list[Grant], sampling: list[Grant]) -> StepTensors:
         """A step's inputs on the device, rows beyond the grants' as padding."""
@@ -221,11 +233,28 @@ class ModelRunner:
         self.slots[admission.slot] = Slot(request, token_ids)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
-    def _graph_size(self, grants: list[Grant]) -> int | None:
-        """The size of the graph that holds this step; None if it must run without."""
-        if self.graphs is None or not all(g.num_tokens == 1 and g.samples for g in grants):
+    def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:
+        """The replay of the graph that holds this step, for which all is sent; None without."""
+        decodes = all(grant.num_tokens == 1 and grant.samples for grant in grants)
+        graphs = self.graphs if decodes else self.prompt_graphs
+        if graphs is None or any(self._tells_prompt(grant) for grant in grants):
             return None
-        return self.graphs.size_for(len(grants))
+        rows = graphs.size_for(sum(grant.num_tokens for grant in grants))
+        if rows is None:
+            return None
+        size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
+        self._send(size, grants, sampling)
+        return lambda: graphs.replay(rows)
+
+    def _size_with_prompts(self, rows: int) -> Size:
+        """Behind all sequences that there can be, one of padding takes the rows that are left."""
+        return rows, self.tables.nobody + 1, self.tables.nobody
+
+    def _tells_prompt(self, grant: Grant) -> bool:
+        """Whether a grant's rows are asked for log-probabilities of the prompt."""
+        request = self.slots[grant.slot].request
+        wanted = request.params.prompt_logprobs is not None
+        return wanted and grant.start < len(request.prompt_token_ids)
 
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
@@ -251,7 +280,10 @@ class ModelRunner:
         fill(to["rows_B"], slots, nobody)
         fill(to["seq_lens_B"], starts + counts, 0)
         to["starts_B"][: seqs + 1] = np.append(firsts, tokens)
-        to["starts_B"][seqs + 1 :] = np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
+        ends = np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
+        rows_of_all = len(to["tokens_T"])
+        to["starts_B"][seqs + 1 :] = np.minimum(ends, rows_of_all)
+        to["starts_B"][-1] = rows_of_all
         last_rows = dict(zip(slots.tolist(), (firsts + counts - 1).tolist(), strict=True))
         fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
         fill(to["sample_slots_R"], [grant.slot for grant in sampling], nobody)
@@ -287,15 +319,18 @@ class ModelRunner:
         token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
         return Judged(token_R[:, None], best_R)
 
-    def _batch(self, tensors: StepTensors, *, few: int, bounds: tuple[int, int]) -> Batch:
+    def _batch(
+        self, tensors: StepTensors, *, few: int, bounds: tuple[int, int], mixed: int | None = None
+    ) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
 
-        The first `few` sequences have few queries; `bounds` are the most queries and tokens.
+        The first `few` sequences have few queries, or with `mixed` those that have so many at most;
+        `bounds` are the most queries and tokens.
         """
         layouts = lay_out(
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
-            slots_GT=tensors.slots_GT, few=few, bounds=bounds, kept=self.kept,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed, kept=self.kept,
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
         return Batch(tensors.positions_T, paged, self.last_tokens)

@@ -12,7 +12,7 @@ from limelight.checkpoint import locate
 from limelight.engine.engine import Engine
 from limelight.engine.speculation import Decision, Load
 from limelight.models.loader import read_config
-from limelight.runner.graphs import graph_sizes
+from limelight.runner.graphs import graph_sizes, prompt_sizes
 from limelight.stats import SpeculationStats
 from limelight.steps import Trim
 
@@ -93,21 +93,36 @@ class FakeGraphs:
 
 
 def fake_graphs(engine: Engine) -> list[FakeGraphs]:
-    """Let an engine run its steps, its drafter's passes and its plain steps as graphs."""
+    """Let an engine run its steps, its drafter's passes and its plain steps as graphs, those with
+    prompts too."""
     runner = engine.runner
+    seqs, prompts = graph_sizes(runner.tables.nobody), prompt_sizes(runner.max_num_batched_tokens)
+
+    def read(size):
+        return runner.read(runner.inputs.send(runner._size_with_prompts(size)))
+
+    runner.graphs = FakeGraphs(seqs, lambda n: runner.decode(runner.inputs.send((n,) * 3)))
+    runner.prompt_graphs = FakeGraphs(prompts, read)
     drafted = runner.drafted
+    if drafted is None:
+        return [runner.graphs, runner.prompt_graphs]
     count = drafted.drafter.num_drafts
     most = min(drafted.max_num_seqs * (1 + count), drafted.max_num_batched_tokens)
 
-    def step(size):
-        extent = drafted._extent_of_graph(size)
-        return drafted._step(drafted.inputs.send((extent.rows, extent.seqs, count)))
+    def steps(extent_of):
+        def step(size):
+            extent = extent_of(size)
+            return drafted._step(drafted.inputs.send((extent.rows, extent.seqs, count)), extent)
 
-    seqs = graph_sizes(drafted.max_num_seqs)
-    drafted.graphs = FakeGraphs(graph_sizes(most), step)
+        return step
+
+    drafted.graphs = FakeGraphs(graph_sizes(most), steps(drafted.extent_of_graph))
+    drafted.prompt_graphs = FakeGraphs(prompts, steps(drafted.extent_with_prompts))
     drafted.pass_graphs = FakeGraphs(seqs, lambda n: drafted._pass(drafted.passes.send((n,))))
-    runner.graphs = FakeGraphs(seqs, lambda n: runner.decode(runner.inputs.send((n,) * 3)))
-    return [drafted.graphs, drafted.pass_graphs, runner.graphs]
+    return [
+        drafted.graphs, drafted.pass_graphs, drafted.prompt_graphs, runner.graphs,
+        runner.prompt_graphs,
+    ]  # fmt: skip
 
 
 class Whim:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafted import fake_graphs
 from tiny import VOCAB, Answer, prompts, request, run, start, write_checkpoint
 
 from limelight.engine.engine import Engine
@@ -213,3 +214,25 @@ def test_an_end_token_outside_the_vocabulary_is_refused_at_the_start(tmp_path, i
 def test_a_cache_larger_than_memory_is_refused_before_it_is_taken(folder):
     with pytest.raises(ValueError, match="--kv-cache-memory-bytes"):
         start(folder, kv_cache_memory_bytes=10**12)
+
+
+@pytest.mark.parametrize("limit", [24, 64])
+def test_steps_padded_as_graphs_are_give_the_same_tokens(folder, overlap, limit):
+    """Chunks of prompts beside sequences that decode; one is told of its prompt, by no graph."""
+    asked = [
+        request(text, logprobs=None, prompt_logprobs=0 if i == 3 else None, max_tokens=20)
+        for i, text in enumerate(prompts(1, 40, 17, 100, 5, 64, 130, 2))
+    ]
+    expected = run(start(folder), asked)
+    engine = start(folder, max_num_batched_tokens=limit, max_num_seqs=5)
+    engine.overlap = overlap
+    graphs, traffic = fake_graphs(engine), Traffic(engine, random.Random(0))
+    for one in asked:
+        traffic.add(one)
+        traffic.step()
+    traffic.drain()
+    for one, want in zip(asked, expected, strict=True):
+        got = traffic.answers[one.id]
+        assert got.token_ids == want.token_ids
+        assert (got.prompt_logprobs is None) == (want.prompt_logprobs is None)
+    assert all(graph.replays > 3 for graph in graphs)

@@ -19,14 +19,22 @@ EPS, SCALE = 1e-6, 0.3
 pytestmark = pytest.mark.usefixtures("poisoned")
 places = pytest.mark.parametrize("place", PLACES)
 
-# Each sequence: tokens in the cache, tokens of this step.
+
+PADDING = (-1, 1)
+# Each sequence: tokens in the cache, tokens of this step; their sum is 0: rows of no sequence.
 BATCHES = {
     "one token": [(0, 1)],
-    "decode": [(200, 1), (63, 1), None, (64, 1), None],
+    "decode": [(200, 1), (63, 1), PADDING, (64, 1), PADDING],
     "drafts": [(150, 4), (0, 3), (63, 1)],
     "16 queries": [(90, 16)],
     "prompts": [(30, 40), (0, 17), (60, 33)],
     "both": [(130, 1), (5, 2), (50, 30)],
+}
+# In no order, each kind of padding among them: none knows which have few queries but the device.
+MIXED = {
+    "in any order": [(50, 30), (130, 1), (-20, 20), (5, 2), (0, 3), (0, 17), PADDING],
+    "few alone": [(70, 1), (3, 2), *[(0, 0)] * 3],
+    "many alone": [(0, 19), *[(0, 0)] * 3, (60, 33), (-9, 9)],
 }
 # Query heads, KV heads, head size.
 SHAPES = {"Flint": (6, 2, 16), "Beam": (6, 1, 32)}
@@ -41,13 +49,13 @@ REAL_BATCHES = {
     "prefill": [(0, 700), (512, 1025)],
     "both": [(3000, 1), (0, 1), (1000, 600)],
 }
+REAL_MIXED = [(1000, 600), (3000, 1), (0, 7), *[(0, 0)] * 120, (0, 300), (-400, 400)]
 
 
 def layout_of(batch, *, block_size, window, device):
     """Sequences in scattered blocks, and the slots of all tokens of each."""
-    spans = [part or (-1, 1) for part in batch]  # padding is one row of length 0
-    lengths = [past + new for past, new in spans]
-    counts = [new for _, new in spans]
+    lengths = [past + new for past, new in batch]
+    counts = [new for _, new in batch]
     per = [-(-length // block_size) for length in lengths]
     order = np.random.default_rng(0).permutation(sum(per)) + 1
     rows = np.random.default_rng(1).permutation(len(batch))
@@ -58,8 +66,7 @@ def layout_of(batch, *, block_size, window, device):
         at = np.arange(length)
         slots.append(table[row, at // block_size].astype(np.int64) * block_size + at % block_size)
     new = [
-        s[len(s) - n :] if part else np.array([-1])
-        for s, n, part in zip(slots, counts, batch, strict=True)
+        s[len(s) - n :] if len(s) else np.full(n, -1) for s, n in zip(slots, counts, strict=True)
     ]
     few = next((b for b, n in enumerate(counts) if n > FEW_QUERIES), len(batch))
 
@@ -101,10 +108,11 @@ def cache_of(slots, kv_heads, size, dtype, device, *, fp8):
     return LayerCache(pairs.to(FP8 if fp8 else dtype), scales_2)
 
 
-def check(batch, shape, place, *, window, family, block_size=16, fp8=False):
+def check(batch, shape, place, *, window, family, block_size=16, fp8=False, mixed=None):
     (device, dtype), (heads, kv_heads, size) = place, shape
     torch.manual_seed(0)
     layout, slots, counts = layout_of(batch, block_size=block_size, window=window, device=device)
+    layout = replace(layout, mixed=mixed)
     tokens, gates = sum(counts), heads if family == "Beam" else 0
     qkv_TN = torch.randn(tokens, (heads + 2 * kv_heads + gates) * size, device=device).to(dtype)
     weight_2C = (1 + 0.2 * torch.randn(2, size, device=device)).to(dtype)
@@ -119,11 +127,9 @@ def check(batch, shape, place, *, window, family, block_size=16, fp8=False):
     bias_H = torch.randn(heads, device=device).to(dtype) if gates else None
 
     cache = cache_of(slots, kv_heads, size, dtype, device, fp8=fp8)
-    firsts = [
-        0 if part is None or window is None else max(0, part[0] - window + 1) for part in batch
-    ]
+    firsts = [0 if window is None else max(0, past - window + 1) for past, _ in batch]
     for slots_L, part, first in zip(slots, batch, firsts, strict=True):
-        if part is not None:
+        if sum(part):
             old = torch.randn(2, part[0] - first, kv_heads, size, device=device).to(dtype)
             cache.write(slots_L[first : part[0]], *old)
     q_THC, k_TKC, v_TKC = rope.split_heads(qkv_TN, weight_2C, **options)
@@ -140,7 +146,7 @@ def check(batch, shape, place, *, window, family, block_size=16, fp8=False):
     source = cache if fp8 else right
     new = [slice(end - count, end) for count, end in zip(counts, np.cumsum(counts), strict=True)]
     for slots_L, part, first, rows in zip(slots, batch, firsts, new, strict=True):
-        if part is not None:
+        if sum(part):
             k_LKC, v_LKC = (x[:, 0].transpose(0, 1) for x in source.read(slots_L[None, first:]))
             expected[rows] = by_the_equation(
                 q_THC[rows], k_LKC, v_LKC, window=window, sinks_H=sinks_H
@@ -166,11 +172,12 @@ def check_written(cache, right, dtype):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Short sequences then have several parts, and several tiles in a part."""
+    """Short sequences then have several parts and several tiles in a part, few of them a place."""
     for table in ("FULL", "FULL_FP8", "WINDOW"):
         monkeypatch.setattr(decode, table, {2**31: decode.Tile(32, 3, 1, apart=True)})
     for table in ("FULL", "FULL_FP8", "WINDOW", "WINDOW_FP8"):
         monkeypatch.setattr(prefill, table, {2**31: prefill.Tile(32, 16, 4, 3)})
+    monkeypatch.setattr(prefill, "BLOCK_B", 2)
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
@@ -187,6 +194,15 @@ def test_every_query_sees_its_keys(name, window, family, place, small_tiles):
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_query_sees_its_keys_in_fp8(name, window, family, place, small_tiles):
     check(BATCHES[name], SHAPES_FP8[family], place, window=window, family=family, fp8=True)
+
+
+@places
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
+@pytest.mark.parametrize("mixed", [1, 3, 16])
+@pytest.mark.parametrize("name", MIXED)
+def test_the_device_tells_who_has_few_queries(name, mixed, window, family, place, small_tiles):
+    check(MIXED[name], SHAPES[family], place, window=window, family=family, mixed=mixed)
 
 
 @places
@@ -244,8 +260,17 @@ def test_real_sizes(windowed, name, family, fp8):
     check(REAL_BATCHES[name], REAL[family], place, window=window, family=family, fp8=fp8)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", REAL)
+@pytest.mark.parametrize("mixed", [1, 8])
+@pytest.mark.parametrize("window", [None, 512], ids="window-{}".format)
+def test_real_sizes_in_any_order(window, mixed, family):
+    place = ("cuda", torch.bfloat16)
+    check(REAL_MIXED, REAL[family], place, window=window, family=family, mixed=mixed)
+
+
 def compile_cases() -> list[Case]:
-    def attend(family, tokens, few, window, max_query=1, fp8=False):
+    def attend(family, tokens, few, window, max_query=1, fp8=False, mixed=None):
         heads, kv_heads, size = REAL[family]
         beam = family == "Beam"
         row = (heads * (2 if beam else 1) + 2 * kv_heads) * size
@@ -255,7 +280,7 @@ def compile_cases() -> list[Case]:
         layout = PagedLayout(
             tables_SN=meta(256, 16_384, dtype=torch.int32), rows_B=rows_B, seq_lens_B=rows_B,
             starts_B=starts_B, slots_T=meta(tokens, dtype=torch.int64), block_size=16,
-            window=window, few=few, max_query=max_query, max_len=262_144,
+            window=window, few=few, max_query=max_query, max_len=262_144, mixed=mixed,
         )  # fmt: skip
         pairs = meta(2, kv_heads, 4096, size, dtype=FP8 if fp8 else torch.bfloat16)
         cache = LayerCache(pairs, meta(2, dtype=torch.float32) if fp8 else None)
@@ -275,11 +300,13 @@ def compile_cases() -> list[Case]:
             ("decode 128", (128, 128), True),
             ("8 drafts", (9, 1), True),
             ("prefill", (4096, 0), False),
+            ("mixed", (1024, 129), False),
         ):
             tokens, few = args
-            most = 9 if name == "8 drafts" else 4096 if name == "prefill" else 1
+            most = 9 if name == "8 drafts" else 1 if few_queries else tokens
+            mixed = 8 if name == "mixed" else None
             for seen, fp8 in itertools.product((None, window), (False, True)):
-                call = lambda a=(family, tokens, few, seen, most, fp8): attend(*a)  # noqa: E731
+                call = lambda a=(family, tokens, few, seen, most, fp8, mixed): attend(*a)  # noqa: E731
                 kind = ("full" if seen is None else "window") + (" FP8" if fp8 else "")
                 cases.append(Case(f"{family} {kind} {name}", call, decode=few_queries))
     return cases
