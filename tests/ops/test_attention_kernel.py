@@ -199,8 +199,11 @@ def test_every_query_sees_its_keys_in_fp8(name, window, family, place, small_til
 @places
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("window", [None, 37], ids="window-{}".format)
-@pytest.mark.parametrize("mixed", [1, 3, 16])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "name, mixed",
+    [("in any order", 3), ("few alone", 3), ("many alone", 1)]
+    + [pytest.param("in any order", most, marks=pytest.mark.slow) for most in (1, 16)],
+)
 def test_the_device_tells_who_has_few_queries(name, mixed, window, family, place, small_tiles):
     check(MIXED[name], SHAPES[family], place, window=window, family=family, mixed=mixed)
 
