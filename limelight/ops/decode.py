@@ -18,7 +18,8 @@ The kernels begin before those ahead of them in the stream have ended. They rely
 tensors of a layout, and the keys and values of all tokens before a step's own, are complete before
 the step's first kernel begins (between steps a copy to the device, or the start of a graph, waits
 for everything before it; torch's own kernels do, too, and are waited for, so they may make a
-layout). Only what this step's kernels make is waited for.
+layout, and so may those of ours that let none begin before they end). Only what the other kernels
+of this step make is waited for.
 
 A drafter's blocks are sequences of as many rows each, which may also see the rows behind them.
 """

@@ -83,8 +83,8 @@ def _blocks_kernel(
     Q: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some rows; the first one of a block also writes what there is once a block."""
+    # None may begin before the layout is whole: attention reads it without waiting.
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     t, rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), sequences * Q
     b, i, held = t // Q, t % Q, t < rows

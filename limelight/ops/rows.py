@@ -252,8 +252,8 @@ def _rows_kernel(
     BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs for rows, then for sequences, then for the rows that need logits."""
+    # None may begin before the layout is whole: attention reads it without waiting.
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program, of_rows = tl.program_id(0), tl.cdiv(rows, BLOCK_T)
     of_sequences = tl.cdiv(sequences, BLOCK_B)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from ahead import Case, meta
 
-from limelight.ops.rows import Asked, Rows, Slots, lay_rows, stand
+from limelight.ops.passes import _blocks_kernel
+from limelight.ops.rows import Asked, Rows, Slots, _rows_kernel, lay_rows, stand
 from limelight.ops.trim import MOST_ODDS, keep
 from limelight.ops.verify import NOTHING, Verified
 
@@ -137,6 +138,12 @@ def test_rows_lie_where_they_do_in_the_reference(shape, prompts, padding, device
     for count in {picks, picks + 70} - {0}:
         theirs = lay_rows.reference(*arguments, picks=count)
         assert_same(lay_rows.kernel(*arguments, picks=count), theirs)
+
+
+@pytest.mark.parametrize("kernel", [_rows_kernel, _blocks_kernel])
+def test_no_kernel_begins_before_a_layout_is_whole(kernel, device):
+    """Attention reads it before it waits, and the one in front of it may have begun early too."""
+    assert "gdc_wait" in kernel.src and "gdc_launch_dependents" not in kernel.src
 
 
 @pytest.mark.parametrize("rows", [1, 63, 100])
