@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from limelight.ops import decode, op, prefill, rope
 from limelight.ops.activation import output_gate
+from limelight.ops.far import chosen, far
 from limelight.ops.keys import End
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
@@ -213,7 +214,9 @@ def _launch_paged_attention(
     )
     if layout.few or mixed:
         decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
-    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale)
+    prompt = chosen(layout.prompts, cache) if layout.window is None else None
+    begun = None if prompt is None else far(q_THC, cache, layout, prompt, scale=scale)
+    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale, far=begun)
     return out_THC
 
 

@@ -12,7 +12,7 @@ from limelight.models.batch import Batch, Paged
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops.noise import plain_uniform
-from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
@@ -21,7 +21,17 @@ from limelight.progress import Progress
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
-from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
+from limelight.runner.inputs import (
+    BlockTables,
+    Size,
+    StepInputs,
+    StepTensors,
+    fill,
+    gains_nothing_by_a_graph,
+    keep,
+    lay_out,
+    prompts_of,
+)
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
 from limelight.steps import Admission, Grant, StepPlan, StepResult
@@ -239,8 +249,9 @@ class ModelRunner:
         graphs = self.graphs if decodes else self.prompt_graphs
         if graphs is None or any(self._tells_prompt(grant) for grant in grants):
             return None
-        rows = graphs.size_for(sum(grant.num_tokens for grant in grants))
-        if rows is None:
+        count = sum(grant.num_tokens for grant in grants)
+        rows = graphs.size_for(count)
+        if rows is None or gains_nothing_by_a_graph(prompts_of(grants, count), self.storage):
             return None
         size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
         self._send(size, grants, sampling)
@@ -309,7 +320,8 @@ class ModelRunner:
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
-        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds))
+        prompts = prompts_of(grants, len(tensors.tokens_T))
+        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
 
     def _draw(self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
         """Each row's token, kept as the last of its slot, and its best logit."""
@@ -320,17 +332,24 @@ class ModelRunner:
         return Judged(token_R[:, None], best_R)
 
     def _batch(
-        self, tensors: StepTensors, *, few: int, bounds: tuple[int, int], mixed: int | None = None
+        self,
+        tensors: StepTensors,
+        *,
+        few: int,
+        bounds: tuple[int, int],
+        mixed: int | None = None,
+        prompts: tuple[Prompt, ...] = (),
     ) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
 
         The first `few` sequences have few queries, or with `mixed` those that have so many at most;
-        `bounds` are the most queries and tokens.
+        `bounds` are the most queries and tokens; of `prompts` all is known.
         """
         layouts = lay_out(
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
-            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed, kept=self.kept,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed,
+            prompts=prompts, kept=self.kept,
         )  # fmt: skip
         paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
         return Batch(tensors.positions_T, paged, self.last_tokens)
