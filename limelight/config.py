@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.speculative import SpeculativeConfig
+from limelight.types import LogprobsMode
 
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
@@ -123,6 +124,11 @@ class EngineConfig:
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
+    )
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "raw: log-probabilities of the model; processed: of what tokens are drawn from, behind "
+        "penalties, masks, temperature and cut-offs; or the logits of either",
     )
     enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
     async_scheduling: bool = setting(

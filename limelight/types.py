@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 class RequestError(ValueError):
@@ -69,8 +70,9 @@ class SamplingParams:
     """How the tokens of one request are chosen and when they end; names and defaults as vLLM's.
 
     `logprobs=n` reports the n likeliest tokens beside the chosen one (0: the chosen one alone,
-    -1: the whole vocabulary). Log-probabilities are those of the model, before penalties, masks
-    and temperature. `stop` and `bad_words` are texts; the front turns `bad_words` into ids.
+    -1: the whole vocabulary). Whether these are the model's own or those of what the token was
+    drawn from, the engine's `logprobs_mode` says. `stop` and `bad_words` are texts; the front turns
+    `bad_words` into ids.
     `structured_outputs` is for `LLM`, which makes a `Constraint` of it.
     """
 

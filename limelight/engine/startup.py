@@ -340,6 +340,7 @@ def _load_runner(
         max_model_len=plan.max_model_len,
         eos_token_ids=stop_tokens(found),
         grammars=grammars,
+        logprobs_mode=config.logprobs_mode,
     )
 
 

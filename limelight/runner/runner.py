@@ -23,9 +23,10 @@ from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
-from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
+from limelight.runner.logprobs import token_logprobs
+from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
-from limelight.types import Request, TokenLogprobs
+from limelight.types import LogprobsMode, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
@@ -55,6 +56,7 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -81,6 +83,7 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
             chooses=self.mesh.rank == 0,
+            logprobs_mode=logprobs_mode,
         )
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
