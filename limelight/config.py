@@ -130,6 +130,9 @@ class EngineConfig:
         "raw: log-probabilities of the model; processed: of what tokens are drawn from, behind "
         "penalties, masks, temperature and cut-offs; or the logits of either",
     )
+    enable_return_routed_experts: bool = setting(
+        False, "return with each answer the experts that its tokens went to, for routing replay"
+    )
     enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"

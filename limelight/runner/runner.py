@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops.noise import plain_uniform
@@ -335,7 +335,7 @@ class ModelRunner:
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
             slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed, kept=self.kept,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         return Batch(tensors.positions_T, paged, self.last_tokens)
 
     def _prompt_logprobs(
