@@ -18,6 +18,7 @@ DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
+    "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
     "beam_always_constrain_output": (
         "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
@@ -133,6 +134,11 @@ class EngineConfig:
     enable_return_routed_experts: bool = setting(
         False, "return with each answer the experts that its tokens went to, for routing replay"
     )
+    batch_invariant: bool = setting(
+        False,
+        "results of a request that do not depend on what else is computed with it, bit for bit; "
+        "slower",
+    )
     enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"
@@ -158,6 +164,11 @@ class EngineConfig:
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1,
         )  # fmt: skip
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                "batch_invariant takes at most 2 ranks: in what order more are summed depends on "
+                "how much is summed at once"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; "

@@ -116,6 +116,8 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
+    if config.batch_invariant and device.type == "cuda":
+        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -332,6 +334,7 @@ def _load_runner(
         eos_token_ids=found.ends,
         grammars=grammars,
         logprobs_mode=config.logprobs_mode,
+        batch_invariant=config.batch_invariant,
     )
 
 

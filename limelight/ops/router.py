@@ -16,7 +16,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl
+from limelight.ops import (
+    by_size,
+    cdiv,
+    invariant,
+    is_batch_invariant,
+    next_power_of_2,
+    op,
+    pdl,
+)
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
@@ -45,6 +53,8 @@ class Routed:
 
 def sigmoid_scores(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """sigmoid(y W^T), FP32 [T, E], whatever the type of `y_TD`."""
+    if is_batch_invariant():
+        return invariant.sigmoid(invariant.linear(y_TD.float(), router_ED))
     return torch.sigmoid(F.linear(y_TD.float(), router_ED))
 
 

@@ -11,6 +11,7 @@ from limelight.cache.storage import KVStorage
 from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.pieces import Cuts
@@ -57,6 +58,7 @@ class ModelRunner:
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        batch_invariant: bool = False,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -75,7 +77,8 @@ class ModelRunner:
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self.kept = keep(storage, heads=model.config.num_heads)
+        self.batch_invariant = batch_invariant
+        self.kept = None if batch_invariant else keep(storage, heads=model.config.num_heads)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.head.outputs,
@@ -115,7 +118,11 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
-        with device_faults(self.device), torch.inference_mode():
+        with (
+            device_faults(self.device),
+            torch.inference_mode(),
+            batch_invariance(self.batch_invariant),
+        ):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -179,16 +186,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
-        beside = None if self.drafted is None else self.drafted.capture(progress)
-        self.prompt_graphs = Graphs(
-            self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-            prompt_sizes(self.max_num_batched_tokens), progress,
-            name="graphs of steps with prompts", beside=beside,
-        )  # fmt: skip
-        self.graphs = Graphs(
-            self.decode, lambda count: self._send((count,) * 3, [], []),
-            graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
-        )  # fmt: skip
+        with batch_invariance(self.batch_invariant):
+            beside = None if self.drafted is None else self.drafted.capture(progress)
+            self.prompt_graphs = Graphs(
+                self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
+                prompt_sizes(self.max_num_batched_tokens), progress,
+                name="graphs of steps with prompts", beside=beside,
+            )  # fmt: skip
+            self.graphs = Graphs(
+                self.decode, lambda count: self._send((count,) * 3, [], []),
+                graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+            )  # fmt: skip
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
