@@ -13,8 +13,8 @@ import torch
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
-from limelight.cache.storage import BlockShape, KVStorage
-from limelight.checkpoint import locate, read_json
+from limelight.cache.storage import BlockShape, KVStorage, routed_shape
+from limelight.checkpoint import locate
 from limelight.config import EngineConfig
 from limelight.engine.drafters import (
     FoundDrafter,
@@ -29,9 +29,11 @@ from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.ranks import LeadingRunner, Ranks
+from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
 from limelight.models.beam import BeamConfig
+from limelight.models.config import stop_tokens
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
@@ -51,6 +53,7 @@ from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
 from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
+from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
@@ -89,6 +92,11 @@ class Resolved:
     drafter: FoundDrafter | None = None
 
     @property
+    def ends(self) -> list[int]:
+        """The ids that end an answer."""
+        return stop_tokens(self.weights, self.config, vocab_size=self.shape.vocab_size)
+
+    @property
     def identity(self) -> bytes:
         """A hash of all that must be the same on every rank; folders may be elsewhere."""
         tensors = [(one.file.name, one.name, one.dtype, one.shape) for one in self.stored or []]
@@ -108,6 +116,8 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
+    if config.batch_invariant and device.type == "cuda":
+        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -158,6 +168,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=model.head_dim,
         dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
+        routed=routed_shape(model) if config.enable_return_routed_experts else None,
     )
     length = found.max_model_len
     # Ranks on CPUs share what is free.
@@ -228,24 +239,6 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
     blocks = plan.tables.blocks_for_length(plan.max_model_len, plan.chunk)
     useful = blocks * plan.max_num_seqs * plan.block.nbytes
     return max(0, min(room, useful))
-
-
-def stop_tokens(found: Resolved) -> list[int]:
-    """The end-of-sequence ids of generation_config.json, else of config.json."""
-    vocab_size = found.shape.vocab_size
-    beside = [found.weights] if found.weights.is_dir() else []
-    files = [folder / "generation_config.json" for folder in (*beside, found.config)]
-    for file in (*files, found.config / "config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = [ids] if isinstance(ids, int) else ids
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not all(
-            isinstance(item, int) and 0 <= item < vocab_size for item in ids
-        ):
-            raise ValueError(f"{file}: eos_token_id must be token ids below {vocab_size}: {ids!r}")
-        return ids
-    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +331,10 @@ def _load_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        eos_token_ids=stop_tokens(found),
+        eos_token_ids=found.ends,
         grammars=grammars,
+        logprobs_mode=config.logprobs_mode,
+        batch_invariant=config.batch_invariant,
     )
 
 
@@ -353,7 +348,7 @@ def _start(
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
-    device, ends = found.device, stop_tokens(found)
+    device, ends = found.device, found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
     scheduler = Scheduler(
@@ -372,12 +367,14 @@ def _start(
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
         dtype=str(found.dtype)[6:],
+        returns_routed_experts=config.enable_return_routed_experts,
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(
         scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
+        routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.loader import Model
 from limelight.models.taps import Taps
 from limelight.ops.paging import FEW_QUERIES, Prompt
@@ -329,7 +329,7 @@ class DraftedSteps:
             slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
             busy=extent.busy, mixed=extent.mixed, prompts=extent.prompts,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
         hidden_TD = self._forward(rows.tokens_T, batch)
         picked = rows.picked_R

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
@@ -33,9 +34,10 @@ from limelight.runner.inputs import (
     prompts_of,
 )
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
-from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
+from limelight.runner.logprobs import token_logprobs
+from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
-from limelight.types import Request, TokenLogprobs
+from limelight.types import LogprobsMode, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
@@ -65,6 +67,8 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        batch_invariant: bool = False,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -83,7 +87,8 @@ class ModelRunner:
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self.kept = keep(storage, heads=model.config.num_heads)
+        self.batch_invariant = batch_invariant
+        self.kept = None if batch_invariant else keep(storage, heads=model.config.num_heads)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.head.outputs,
@@ -91,6 +96,7 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
             chooses=self.mesh.rank == 0,
+            logprobs_mode=logprobs_mode,
         )
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
@@ -122,7 +128,11 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
-        with device_faults(self.device), torch.inference_mode():
+        with (
+            device_faults(self.device),
+            torch.inference_mode(),
+            batch_invariance(self.batch_invariant),
+        ):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -186,16 +196,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
-        beside = None if self.drafted is None else self.drafted.capture(progress)
-        self.prompt_graphs = Graphs(
-            self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-            prompt_sizes(self.max_num_batched_tokens), progress,
-            name="graphs of steps with prompts", beside=beside,
-        )  # fmt: skip
-        self.graphs = Graphs(
-            self.decode, lambda count: self._send((count,) * 3, [], []),
-            graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
-        )  # fmt: skip
+        with batch_invariance(self.batch_invariant):
+            beside = None if self.drafted is None else self.drafted.capture(progress)
+            self.prompt_graphs = Graphs(
+                self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
+                prompt_sizes(self.max_num_batched_tokens), progress,
+                name="graphs of steps with prompts", beside=beside,
+            )  # fmt: skip
+            self.graphs = Graphs(
+                self.decode, lambda count: self._send((count,) * 3, [], []),
+                graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+            )  # fmt: skip
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
@@ -351,7 +362,7 @@ class ModelRunner:
             slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed,
             prompts=prompts, kept=self.kept,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         return Batch(tensors.positions_T, paged, self.last_tokens)
 
     def _prompt_logprobs(
