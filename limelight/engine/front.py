@@ -157,6 +157,7 @@ class Delta:
     num_cached: int = 0
     error: str | None = None
     refused: str | None = None  # what is wrong with the request, as the engine found out
+    weight_version: str | None = None  # of the weights, where it is another than before
 
 
 class Choice:
@@ -243,6 +244,7 @@ class Choice:
             num_cached=output.num_cached,
             error=output.error,
             refused=output.refused,
+            weight_version=output.weight_version,
         )
         self._add(delta)
         return delta

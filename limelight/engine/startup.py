@@ -16,6 +16,7 @@ from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, KVStorage
 from limelight.checkpoint import locate, read_json
 from limelight.config import EngineConfig
+from limelight.engine.control import Control
 from limelight.engine.drafters import (
     FoundDrafter,
     drafter_kind,
@@ -28,7 +29,7 @@ from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingRunner, Ranks
+from limelight.engine.ranks import LeadingControl, LeadingRunner, Ranks, device_control
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
 from limelight.models.beam import BeamConfig
@@ -253,6 +254,7 @@ class Started:
     """An engine that is ready to serve, and what others must know of it."""
 
     engine: Engine
+    control: Control
     info: ModelInfo
     plan: MemoryPlan
     folder: Path
@@ -379,7 +381,9 @@ def _start(
         scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
     )  # fmt: skip
-    return Started(engine, info, plan, found.weights, device.type == "cuda")
+    devices = device_control(config, runner)
+    control = Control(engine, devices if ranks is None else LeadingControl(devices, ranks))
+    return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:

@@ -59,6 +59,12 @@ class Lifecycle:
         self.metrics.rejected(reason).inc()
         raise Refused(503, text, code=f"server_{reason}", retry_after=int(after))
 
+    def admit_generation(self):
+        """`Refused` (503) while the engine sleeps, is paused, or has no whole weights."""
+        if (why := self.client.state.refusal) is not None:
+            self.metrics.rejected("paused").inc()
+            raise Refused(503, why, code="engine_paused", retry_after=1)
+
     @contextmanager
     def open_request(self) -> Iterator[None]:
         """Admit a request and count it as open for the length of the block."""
