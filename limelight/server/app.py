@@ -62,10 +62,9 @@ def create_app(
     service = Service(client, Prompts(tokenizer, template), reader, config, form)
     routes, admin = _routes(service), frozenset[str]()
     if config.enable_rl:
-        control = ControlRoutes(
-            client, service.lifecycle, engine or EngineConfig(), config
-        ).routes()
-        routes, admin = routes + control, frozenset(route.path for route in control)
+        control = ControlRoutes(client, service.lifecycle, engine or EngineConfig(), config)
+        routes += (added := control.routes())
+        admin = frozenset(route.path for route in added)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
     middleware = [

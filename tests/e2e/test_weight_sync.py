@@ -16,6 +16,7 @@ TRANSFER = '{"backend": "gloo", "timeout": 20}'
 # Two blocks and more begin alike.
 BEGINNING = list(range(300, 340))
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [*BEGINNING, 7, 7], [*BEGINNING, 9]]
+LONG = 150
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
 
 
@@ -82,6 +83,7 @@ def test_new_weights_are_served_at_once_and_old_ones_again(server, other, expect
     assert order(server, "/weight_checker", {"action": "compare", "baseline": before})["success"]
 
 
+@pytest.mark.slow
 def test_a_wrong_shape_is_refused_in_seconds_and_the_next_sync_works(server, other, expected):
     tensors = tensors_of(other)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
@@ -97,6 +99,7 @@ def test_a_wrong_shape_is_refused_in_seconds_and_the_next_sync_works(server, oth
     assert answers(server) == expected[str(other)]
 
 
+@pytest.mark.slow
 def test_sleep_leaves_what_is_said_as_it_was(server):
     before = answers(server)
     assert order(server, "/sleep?level=1") == {"status": "sleeping", "level": 1}
@@ -107,6 +110,7 @@ def test_sleep_leaves_what_is_said_as_it_was(server):
     assert answers(server) == before
 
 
+@pytest.mark.slow
 def test_after_sleep_level_2_weights_have_to_come_first(server, other, expected):
     order(server, "/sleep?level=2")
     order(server, "/wake_up?tags=weights")
@@ -125,7 +129,7 @@ def test_after_sleep_level_2_weights_have_to_come_first(server, other, expected)
 def traffic(server):
     """Six long greedy requests under way, each as a future of its choice."""
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(ask, server, [i, *BEGINNING], max_tokens=300) for i in range(6)]
+        asked = [pool.submit(ask, server, [i, *BEGINNING], max_tokens=LONG) for i in range(6)]
         wait_for(lambda: server.gauge("num_requests_running") == 6)
         yield asked
 
@@ -137,6 +141,7 @@ def wait_for(condition, seconds=10.0):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_pause_that_keeps_freezes_what_runs_and_queues_what_comes(server, traffic):
     order(server, "/pause?mode=keep&clear_cache=false")
     order(server, "/pause?mode=keep&clear_cache=false")
@@ -148,33 +153,34 @@ def test_a_pause_that_keeps_freezes_what_runs_and_queues_what_comes(server, traf
         order(server, "/resume")
         assert later.result(20)["finish_reason"] == "length"
     done = [future.result(20) for future in traffic]
-    assert [len(choice["token_ids"]) for choice in done] == [300] * 6
-    assert [ask(server, [i, *BEGINNING], max_tokens=300)["token_ids"] for i in range(6)] == [
-        choice["token_ids"] for choice in done
-    ]
+    assert [len(choice["token_ids"]) for choice in done] == [LONG] * 6
+    assert ask(server, [0, *BEGINNING], max_tokens=LONG)["token_ids"] == done[0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_a_pause_that_aborts_ends_requests_with_what_they_have(server, traffic):
     order(server, "/pause")
     for future in traffic:
         choice = future.result(5)
-        assert choice["finish_reason"] == "abort" and len(choice["token_ids"]) < 300
+        assert choice["finish_reason"] == "abort" and len(choice["token_ids"]) < LONG
     told = server.http.post("/inference/v1/generate", json={"token_ids": [5]})
     assert told.status_code == 503 and "/resume" in told.json()["error"]["message"]
     order(server, "/resume")
     assert ask(server, [5])["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_a_pause_that_waits_answers_when_all_have_ended(server, traffic):
     order(server, "/pause?mode=wait")
     assert all(future.result(0.5)["finish_reason"] == "length" for future in traffic)
     order(server, "/resume")
 
 
+@pytest.mark.slow
 def test_requests_are_aborted_by_their_ids(server):
     def start(name):
         body = {"token_ids": [5], "request_id": name}
-        body["sampling_params"] = GREEDY | {"max_tokens": 400}
+        body["sampling_params"] = GREEDY | {"max_tokens": LONG}
         return httpx.post(server.url + "/inference/v1/generate", json=body, timeout=30).json()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -185,6 +191,7 @@ def test_requests_are_aborted_by_their_ids(server):
         assert two.result(20)["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_requests_go_on_with_new_weights_in_the_middle_of_their_answers(
     server, other, expected, traffic
 ):
@@ -197,5 +204,5 @@ def test_requests_go_on_with_new_weights_in_the_middle_of_their_answers(
     for future in traffic:
         spans = future.result(20)["weight_versions"]
         assert [span["version"] for span in spans] == ["model", "flint-nano"]
-        assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 300
+        assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == LONG
     assert answers(server) == expected[str(BUNDLED / "flint-nano")]
