@@ -4,6 +4,7 @@ Each is a process of `engine/worker.py` with a pipe in each direction. When one 
 silent, all are ended: a collective that waits for it then fails, and the engine is lost.
 """
 
+import os
 import select
 import subprocess
 import sys
@@ -101,6 +102,10 @@ class Ranks:
         self.lost: str | None = None
         self.is_closing = False
         self._news = threading.Condition()
+        if config.weight_transfer.backend == "nccl":
+            # The ranks alone would do with loopback, but the trainer may be on another machine.
+            # Empty, NCCL chooses by itself; the other ranks inherit it.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
         take_device(device, 0, self.size)
         self._store = open_store()
         self.workers: list[Worker] = []
@@ -263,3 +268,11 @@ class LeadingControl:
             if self.ranks.lost is not None:
                 raise DeviceLost(self.ranks.lost) from error
             raise
+
+
+def all_devices(
+    config: EngineConfig, runner: ModelRunner, ranks: Ranks | None
+) -> DeviceControl | LeadingControl:
+    """What carries out orders on the devices of all ranks, where there are others."""
+    devices = device_control(config, runner)
+    return devices if ranks is None else LeadingControl(devices, ranks)

@@ -29,7 +29,7 @@ from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingControl, LeadingRunner, Ranks, device_control
+from limelight.engine.ranks import LeadingRunner, Ranks, all_devices
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
 from limelight.models.beam import BeamConfig
@@ -306,8 +306,7 @@ def start_runner(
     place = Placement(mesh, found.dtype, device)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
-        dummy = drafter.config.load_format == "dummy"
-        dummy_seed = config.seed if dummy else None
+        dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
         install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
     warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
@@ -381,8 +380,7 @@ def _start(
         scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
     )  # fmt: skip
-    devices = device_control(config, runner)
-    control = Control(engine, devices if ranks is None else LeadingControl(devices, ranks))
+    control = Control(engine, all_devices(config, runner, ranks))
     return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 

@@ -206,3 +206,41 @@ def test_requests_go_on_with_new_weights_in_the_middle_of_their_answers(
         assert [span["version"] for span in spans] == ["model", "flint-nano"]
         assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == LONG
     assert answers(server) == expected[str(BUNDLED / "flint-nano")]
+
+
+@pytest.mark.slow
+def test_the_calls_of_skyrl_for_engines_on_other_gpus(server, other, expected, traffic):
+    """In its order: pause, forget, update, resume; requests under way go on with new weights."""
+    assert order(server, "/pause?mode=keep&clear_cache=false") == {"status": "paused"}
+    reset = order(server, "/reset_prefix_cache", {"reset_running_requests": True})
+    assert reset == {"success": True}
+    send(server, other)
+    assert order(server, "/resume") == {"status": "resumed"}
+    assert all(future.result(20)["finish_reason"] == "length" for future in traffic)
+    assert answers(server) == expected[str(other)]
+
+
+@pytest.mark.slow
+def test_the_calls_of_skyrl_for_engines_on_the_trainers_gpus(server, other, expected):
+    assert order(server, "/sleep?level=2") == {"status": "sleeping", "level": 2}
+    told = order(server, "/wake_up?tags=weights")
+    assert told == {"status": "sleeping", "tags": ["weights"]}
+    send(server, other)
+    told = order(server, "/wake_up?tags=kv_cache")
+    assert told == {"status": "awake", "tags": ["kv_cache"]}
+    assert answers(server) == expected[str(other)]
+
+
+@pytest.mark.slow
+def test_the_calls_of_skyrl_around_an_update_that_needs_memory(server, other, expected, traffic):
+    def call(method, **kwargs):
+        return order(server, "/collective_rpc", {"method": method, "kwargs": kwargs})
+
+    order(server, "/pause?mode=keep&clear_cache=false")
+    assert call("skyrl_sleep_for_weight_sync", offload_kv=True) == {"results": [None]}
+    call("skyrl_wake_for_weight_sync", tags=["weights"])
+    send(server, other)
+    call("skyrl_wake_for_weight_sync", tags=["kv_cache"])
+    order(server, "/resume")
+    assert all(future.result(20)["finish_reason"] == "length" for future in traffic)
+    assert answers(server) == expected[str(other)]

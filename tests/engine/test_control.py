@@ -43,8 +43,9 @@ class Ordered:
 
     def __init__(self, folder, **config):
         settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8} | config
-        transfer = {"backend": "gloo", "timeout": 10}
+        transfer = {"backend": "gloo", "timeout": 5}
         config = EngineConfig(model=str(folder), weight_transfer_config=transfer, **settings)
+        self.ranks = config.tensor_parallel_size
         started = start_engine(config, Progress(quiet=True))
         self.engine, self.control = started.engine, started.control
         self.answers: dict[str, Answer] = {}
@@ -264,15 +265,16 @@ class Trainer:
 
     def __init__(self, one):
         self.one = one
-        self.store = host_store("127.0.0.1", 0, world_size=2, seconds=10)
+        self.world_size = 1 + one.ranks
+        self.store = host_store("127.0.0.1", 0, world_size=self.world_size, seconds=10)
         meeting = threading.Thread(target=self._meet)
         meeting.start()
-        info = {"master_address": "127.0.0.1", "master_port": self.store.port}
-        assert one.order(InitTransfer(info | {"rank_offset": 1, "world_size": 2})).failed is None
+        info = {"master_address": "127.0.0.1", "master_port": self.store.port, "rank_offset": 1}
+        assert one.order(InitTransfer(info | {"world_size": self.world_size})).failed is None
         meeting.join()
 
     def _meet(self):
-        self.group = GlooGroup(self.store, rank=0, world_size=2, seconds=10)
+        self.group = GlooGroup(self.store, rank=0, world_size=self.world_size, seconds=10)
 
     def update(self, tensors, *, shapes=None):
         info = {
@@ -398,3 +400,41 @@ def test_each_token_has_the_version_of_its_weights(ordered):
         if len(answer.token_ids) == 7:
             one.order(NameVersion("b"))
     assert [pair for pair in told if pair[1] is not None] == [(0, "a"), (7, "b")]
+
+
+@pytest.mark.slow
+@OVERLAP
+def test_all_ranks_carry_out_what_is_ordered(checkpoints, overlap):
+    old, trained = checkpoints
+    tensors = dict(trained.named_parameters())
+    whole, fresh = Ordered(old), Ordered(old.parent / "new")
+    one = Ordered(old, tensor_parallel_size=2)
+    one.engine.overlap = overlap
+    try:
+        assert one.order(Checksums()).result == whole.order(Checksums()).result
+        answers = one.add(*PROMPTS)
+        one.steps(4)
+        for order in (Pause("keep"), ResetPrefixCache(True), Sleep(1, "keep"), WakeUp(), Resume()):
+            assert one.order(order).refused is None
+        one.steps()
+        assert [answer.token_ids for answer in answers] == whole.ask(*PROMPTS)
+        trainer = Trainer(one)
+        assert trainer.send(tensors).result == {"missing": 0, "stale": 0}
+        assert one.order(Checksums()).result == fresh.order(Checksums()).result
+        assert one.ask(*PROMPTS) == fresh.ask(*PROMPTS)
+        name = "model.norm.weight"
+        one.order(StartUpdate())
+        assert "expected [48]" in trainer.update({name: tensors[name]}, shapes=[[47]]).refused
+        assert trainer.send(tensors).refused is None
+        one.order(Sleep(2))
+        one.order(WakeUp())
+        assert trainer.send(tensors).refused is None and one.control.state.refusal is None
+        assert one.ask(*PROMPTS) == fresh.ask(*PROMPTS)
+        # A trainer that falls silent: all ranks give up alike, and the next one is met.
+        one.order(StartUpdate())
+        info = {"names": [name], "dtype_names": ["float32"], "shapes": [[48]]}
+        assert one.order(UpdateWeights(info)).failed
+        assert Trainer(one).send(tensors).refused is None
+        assert one.ask(*PROMPTS) == fresh.ask(*PROMPTS)
+    finally:
+        one.engine.close()
