@@ -137,9 +137,13 @@ class Reply(Struct, frozen=True, kw_only=True):
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """How an engine stands to orders. `incomplete` says why its weights can serve no one."""
+    """How an engine stands to orders. `incomplete` says why its weights can serve no one.
+
+    With `draining` it lets end what runs, and then does what it was told.
+    """
 
     paused: PauseMode | None = None
+    draining: bool = False
     asleep: list[str] = []
     updating: bool = False
     incomplete: str | None = None
@@ -152,6 +156,6 @@ class EngineState(Struct, frozen=True, kw_only=True):
             return f"the engine sleeps ({', '.join(self.asleep)}); wake it with POST /wake_up"
         if self.incomplete is not None:
             return self.incomplete
-        if self.paused in ("abort", "wait"):
+        if self.draining or self.paused in ("abort", "wait"):
             return "generation is paused; go on with POST /resume"
         return None

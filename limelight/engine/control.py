@@ -72,6 +72,7 @@ class Control:
     def state(self) -> EngineState:
         return EngineState(
             paused=self.paused,
+            draining=bool(self.draining),
             asleep=[tag for tag in TAGS if tag in self.asleep],
             updating=self.updating,
             incomplete=self.incomplete,
@@ -80,8 +81,7 @@ class Control:
 
     def add(self, request: Request) -> list[Output]:
         """Queue a request; its end, if it came while none are taken."""
-        refused = self.state.refusal is not None or bool(self.draining)
-        if not refused:
+        if self.state.refusal is None:
             self.engine.add(request)
             return []
         return [Output(request_id=request.id, token_ids=[], finish_reason="abort")]

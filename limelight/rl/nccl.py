@@ -144,10 +144,12 @@ class NCCLGroup:
 
     def _meet(self, unique_id: bytes, rank: int, world_size: int) -> None:
         comm, faults = ctypes.c_void_p(), []
+        # `cuda` without a number means another device in another thread.
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
 
         def meet() -> None:
             try:
-                torch.cuda.set_device(self.device)
+                torch.cuda.set_device(index)
                 id = UniqueId.from_buffer_copy(unique_id)
                 self.library.call("ncclCommInitRank", ctypes.byref(comm), world_size, id, rank)
             except Exception as error:

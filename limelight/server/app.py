@@ -127,7 +127,8 @@ def _routes(service: Service) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         status = client.status
-        phase = "draining" if lifecycle.draining else status.phase
+        phase = "paused" if client.state.refusal is not None else status.phase
+        phase = "draining" if lifecycle.draining else phase
         content = {"ready": lifecycle.is_ready, "phase": phase, "percent": status.percent}
         return JSONResponse(content, status_code=200 if lifecycle.is_ready else 503)
 

@@ -42,8 +42,8 @@ class Lifecycle:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken now."""
-        status = self.client.status
-        return status.phase == "ready" and status.healthy and not self.draining
+        status, takes = self.client.status, self.client.state.refusal is None
+        return status.phase == "ready" and status.healthy and takes and not self.draining
 
     def admit(self):
         """`Refused` (503) unless requests are taken; a stuck engine may come back, so it counts."""

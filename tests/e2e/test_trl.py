@@ -1,6 +1,8 @@
 """TRL's own client, unmodified, drives a server; it needs TRL, and vLLM as its library."""
 
+import concurrent.futures
 import math
+import socket
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from trainers import perturbed
 from transformers import AutoModelForCausalLM
 
 from limelight import LLM, SamplingParams
+from limelight.rl.nccl import fetch_unique_id
 
 vllm_client = pytest.importorskip("trl.generation.vllm_client")
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
@@ -69,6 +72,26 @@ def test_a_teacher_scores_what_others_wrote(client):
 
 def test_the_cache_is_reset(client):
     client.reset_prefix_cache()
+
+
+def test_the_id_is_found_in_the_store_of_the_trainers_library():
+    utils = pytest.importorskip("vllm.distributed.utils")
+    wrapper = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
+    id = wrapper.ncclUniqueId.from_buffer_copy(bytes(range(128)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def tell():
+        group = utils.StatelessProcessGroup.create("127.0.0.1", port, 0, 2)
+        group.broadcast_obj(id, src=0)
+        return group
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        group = pool.submit(tell)
+        found = fetch_unique_id("127.0.0.1", port, world_size=2, seconds=10)
+        assert group.result(10).rank == 0
+    assert found == bytes(range(128))
 
 
 @pytest.mark.gpu

@@ -216,6 +216,7 @@ def test_a_foreign_page_in_a_browser_may_not_control(make_api, engine):
         EngineState(asleep=["kv_cache"]),
         EngineState(paused="abort"),
         EngineState(paused="wait"),
+        EngineState(draining=True),
         EngineState(incomplete="a weight update failed"),
     ],
 )
@@ -225,7 +226,9 @@ def test_no_one_is_served_while_the_engine_cannot(make_api, state):
     assert told.status_code == 503 and told.json()["error"]["code"] == "engine_paused"
     # What needs no engine goes on.
     assert api.post("/tokenize", json={"prompt": "Hi"}).status_code == 200
-    assert api.get("/v1/models").status_code == 200
+    assert api.get("/v1/models").status_code == 200 and api.get("/health").status_code == 200
+    ready = api.get("/ready")
+    assert (ready.status_code, ready.json()["phase"]) == (503, "paused")
 
 
 @pytest.mark.parametrize("state", [EngineState(paused="keep"), EngineState(updating=True)])
