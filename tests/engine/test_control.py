@@ -4,8 +4,10 @@ import itertools
 import threading
 
 import pytest
+import torch
 from drafters import write_drafter
 from tiny import Answer, prompts, request, write_checkpoint
+from trainers import BUNDLED, perturbed, tensors_of
 
 from limelight.config import EngineConfig
 from limelight.engine.startup import start_engine
@@ -27,6 +29,7 @@ from limelight.orders import (
 )
 from limelight.progress import Progress
 from limelight.rl.gloo import GlooGroup, host_store
+from limelight.rl.weight_sync import BACKENDS
 
 PROMPTS = prompts(40, 18, 5, seed=3)
 
@@ -438,3 +441,58 @@ def test_all_ranks_carry_out_what_is_ordered(checkpoints, overlap):
         assert one.ask(*PROMPTS) == fresh.ask(*PROMPTS)
     finally:
         one.engine.close()
+
+
+class Handed:
+    """A trainer on this very device: its tensors are simply there."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def check(self, announced, info):
+        pass
+
+    def receive(self, announced, info):
+        return ((one.name, self.tensors[one.name]) for one in announced)
+
+    def finish(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["flint-nano", "beam-nano"])
+def test_graphs_outlive_an_update_and_come_back_after_sleep(model, tmp_path, monkeypatch):
+    other = perturbed(tmp_path / "model", model)
+    tensors = {name: tensor.cuda() for name, tensor in tensors_of(other).items()}
+    monkeypatch.setitem(BACKENDS, "gloo", lambda *where: Handed(tensors))
+    gpu = {"device": "cuda", "dtype": "float32", "speculative_config": {"num_speculative_tokens": 0}}
+    one, fresh = Ordered(BUNDLED / model, **gpu), Ordered(other, **gpu)
+    long = prompts(300, 18, 5, seed=3)
+    before, expected = one.ask(*long, max_tokens=60), fresh.ask(*long, max_tokens=60)
+    graphs = one.control.devices.runner.graphs
+    one.order(InitTransfer({}))
+    one.order(StartUpdate())
+    info = {
+        "names": list(tensors),
+        "dtype_names": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
+        "shapes": [list(x.shape) for x in tensors.values()],
+    }
+    assert one.order(UpdateWeights(info)).refused is None
+    assert one.order(FinishUpdate()).result["missing"] == 0
+    assert one.control.devices.runner.graphs is graphs
+    assert one.ask(*long, max_tokens=60) == expected != before
+    assert one.order(Checksums()).result == fresh.order(Checksums()).result
+    awake = torch.cuda.memory_allocated()
+    answers = one.add(*long, max_tokens=60)
+    one.steps(20)
+    one.order(Sleep(1, "keep"))
+    assert one.control.devices.runner.graphs is None
+    assert awake - torch.cuda.memory_allocated() > one.control.devices.runner.storage.shape.nbytes
+    one.order(WakeUp(["weights"]))
+    one.order(WakeUp(["kv_cache"]))
+    assert one.control.devices.runner.graphs is not None
+    one.steps()
+    assert [answer.token_ids for answer in answers] == expected

@@ -93,13 +93,21 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def world(checkpoints, monkeypatch):
-    def make(family="flint", **options):
-        world = World(*checkpoints[family], **options)
-        monkeypatch.setitem(weight_sync.BACKENDS, "gloo", lambda *where: world.transport)
-        world.meet()
-        return world
+    return lambda family="flint", **options: met(checkpoints[family], monkeypatch, **options)
 
-    return make
+
+@pytest.fixture(scope="module")
+def untouched(checkpoints):
+    """A world for what changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield met(checkpoints["flint"], patch)
+
+
+def met(checkpoint, monkeypatch, **options):
+    world = World(*checkpoint, **options)
+    monkeypatch.setitem(weight_sync.BACKENDS, "gloo", lambda *where: world.transport)
+    world.meet()
+    return world
 
 
 def assert_fresh(world):
@@ -128,8 +136,7 @@ def by_expert(tensors):
 
 
 @FAMILIES
-@pytest.mark.parametrize("experts", ["fused", "one by one"])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("experts", "parts"), [("fused", 1), ("one by one", 3)])
 def test_after_an_update_the_weights_are_those_of_a_fresh_start(world, family, experts, parts):
     world = world(family)
     tensors = dict(world.trained.state_dict())
@@ -216,8 +223,8 @@ NORM = "model.norm.weight"
     ],
     ids=str,
 )
-def test_what_cannot_be_taken_is_refused_before_anything_is_received(world, change, message):
-    world = world()
+def test_what_cannot_be_taken_is_refused_before_anything_is_received(untouched, change, message):
+    world = untouched
     before = {name: target.into.clone() for name, target in world.model.targets.items()}
     world.transport.receive = None
     world.sync.start()
@@ -227,7 +234,6 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_received(world, chan
     assert all(torch.equal(t.into, before[name]) for name, t in world.model.targets.items())
     # The update is over, and the trainer may begin the next one.
     assert not world.sync.is_active and world.sync.stale and not world.transport.closed
-    world.sync.start()
 
 
 def test_the_states_follow_each_other(world):

@@ -28,7 +28,8 @@ def other(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     flags = ("--device", "cpu", "--enable-rl", "--weight-transfer-config", TRANSFER)
-    with serve(tmp_path_factory.mktemp("log"), "flint-nano", *flags) as server:
+    plain = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    with serve(tmp_path_factory.mktemp("log"), "flint-nano", *flags, *plain) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-BUNDLED = Path(__file__).parents[2] / "limelight" / "nano"
+BUNDLED = Path(__file__).parents[1] / "limelight" / "nano"
 
 
 def perturbed(folder: Path, model: str = "flint-nano", *, seed: int = 1) -> Path:
