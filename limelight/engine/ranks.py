@@ -4,6 +4,7 @@ Each is a process of `engine/worker.py` with a pipe in each direction. When one 
 silent, all are ended: a collective that waits for it then fails, and the engine is lost.
 """
 
+import os
 import select
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import torch
 
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
-from limelight.engine.pipes import Agreed, Facts, Sender, Start, Word, receive
+from limelight.engine.pipes import Agreed, Facts, Sender, Start, Told, Word, receive
+from limelight.orders import DeviceOrder
 from limelight.parallel.group import join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
+from limelight.runner.control import DeviceControl
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
 from limelight.steps import StepPlan
@@ -99,6 +102,10 @@ class Ranks:
         self.lost: str | None = None
         self.is_closing = False
         self._news = threading.Condition()
+        if config.weight_transfer.backend == "nccl":
+            # The ranks alone would do with loopback, but the trainer may be on another machine.
+            # Empty, NCCL chooses by itself; the other ranks inherit it.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
         take_device(device, 0, self.size)
         self._store = open_store()
         self.workers: list[Worker] = []
@@ -216,6 +223,12 @@ def _compare(own: Facts, other: Facts, rank: int) -> None:
         )
 
 
+def device_control(config: EngineConfig, runner: ModelRunner) -> DeviceControl:
+    """What carries out on this rank what is ordered of its weights and memory."""
+    transfer = config.weight_transfer
+    return DeviceControl(runner, backend=transfer.backend, seconds=transfer.seconds)
+
+
 class LeadingRunner:
     """Rank 0's runner: every plan goes to all ranks first.
 
@@ -228,7 +241,7 @@ class LeadingRunner:
     def launch(self, plan: StepPlan) -> Launched:
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
-        data = msgspec.msgpack.encode(plan)
+        data = msgspec.msgpack.encode(Told(plan=plan))
         try:
             self.ranks.send_bytes(data)
             return self.runner.launch(plan)
@@ -238,3 +251,28 @@ class LeadingRunner:
             # An interrupt: the others are in a step that rank 0 has left.
             self.ranks.lost = self.ranks.lost or "rank 0 was interrupted in a step"
             raise
+
+
+class LeadingControl:
+    """Rank 0's part of what is ordered of all devices: every order goes to all ranks first."""
+
+    def __init__(self, devices: DeviceControl, ranks: Ranks):
+        self.devices, self.ranks = devices, ranks
+
+    def carry_out(self, order: DeviceOrder) -> dict[str, object]:
+        """As `DeviceControl`'s; `DeviceLost` if a rank is."""
+        self.ranks.send(Told(order=order))
+        try:
+            return self.devices.carry_out(order)
+        except Exception as error:
+            if self.ranks.lost is not None:
+                raise DeviceLost(self.ranks.lost) from error
+            raise
+
+
+def all_devices(
+    config: EngineConfig, runner: ModelRunner, ranks: Ranks | None
+) -> DeviceControl | LeadingControl:
+    """What carries out orders on the devices of all ranks, where there are others."""
+    devices = device_control(config, runner)
+    return devices if ranks is None else LeadingControl(devices, ranks)

@@ -16,6 +16,7 @@ from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, KVStorage, routed_shape
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine.control import Control
 from limelight.engine.drafters import (
     FoundDrafter,
     drafter_kind,
@@ -28,7 +29,7 @@ from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingRunner, Ranks
+from limelight.engine.ranks import LeadingRunner, Ranks, all_devices
 from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
@@ -246,6 +247,7 @@ class Started:
     """An engine that is ready to serve, and what others must know of it."""
 
     engine: Engine
+    control: Control
     info: ModelInfo
     plan: MemoryPlan
     folder: Path
@@ -297,8 +299,7 @@ def start_runner(
     place = Placement(mesh, found.dtype, device)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
-        dummy = drafter.config.load_format == "dummy"
-        dummy_seed = config.seed if dummy else None
+        dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
         install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
     warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
@@ -376,7 +377,8 @@ def _start(
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
-    return Started(engine, info, plan, found.weights, device.type == "cuda")
+    control = Control(engine, all_devices(config, runner, ranks))
+    return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:

@@ -190,6 +190,8 @@ class Layer(nn.Module):
 
 class Beam(nn.Module):
     renames: dict[str, str] = {}
+    # No parameter in transformers, so that trainers do not send it.
+    unsent = ("mlp.gate.e_score_correction_bias",)
 
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()

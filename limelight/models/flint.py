@@ -170,6 +170,8 @@ class Layer(nn.Module):
 class Flint(nn.Module):
     # What transformers calls a tensor in memory, and so in some checkpoints.
     renames = {"self_attn.sinks": "self_attn.softmax_offset"}
+    # What transformers has that is no parameter, so that trainers do not send it.
+    unsent: tuple[str, ...] = ()
 
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()

@@ -208,6 +208,14 @@ class ModelRunner:
                 graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
             )  # fmt: skip
 
+    def forget_device(self) -> None:
+        """Let go of graphs, and of what is kept beside the cache: memory is about to change."""
+        self.graphs = self.prompt_graphs = None
+        if self.drafted is not None:
+            self.drafted.forget_graphs()
+        for kept in self.kept or ():
+            kept.stop()
+
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
         drafted = self.drafted
