@@ -30,7 +30,8 @@ from limelight.models.layers import (
     SwiGLU,
 )
 from limelight.models.taps import Taps
-from limelight.ops import linear, norm, rope, router
+from limelight.ops import boundary, linear, rope, router
+from limelight.ops.boundary import Summand
 from limelight.ops.rope import Rotation
 
 
@@ -90,10 +91,10 @@ class Attention(nn.Module):
     def forward(
         self,
         h_TD: torch.Tensor,
-        x_TD: torch.Tensor | None,
+        x_TD: Summand | None,
         turn: Rotation,
         batch: Batch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, qkv_TN = linear.norm_project(
             h_TD, x_TD, self.norm.weight, self.qkv.weight,
             eps=self.norm.eps,
@@ -114,7 +115,7 @@ class DenseFeedForward(nn.Module):
         )
         self.mlp = SwiGLU(config.hidden_size, config.inner_size, place.within("mlp"), fp32=False)
 
-    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, h_TD: torch.Tensor, x_TD: Summand) -> tuple[torch.Tensor, Summand]:
         h_TD, inner_TF = linear.norm_swiglu(
             h_TD, x_TD, self.norm.weight, self.mlp.gate_up.weight, eps=self.norm.eps, fp32=False
         )
@@ -138,7 +139,7 @@ class SparseFeedForward(nn.Module):
             size, config.shared_inner_size, place.within("shared_expert"), fp32=False
         )
 
-    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, h_TD: torch.Tensor, x_TD: Summand) -> tuple[torch.Tensor, Summand]:
         h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
             h_TD, x_TD, self.norm.weight, self.router_ED, eps=self.norm.eps, count=self.count
         )
@@ -154,8 +155,8 @@ class Layer(nn.Module):
         )
 
     def forward(
-        self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h_TD: torch.Tensor, x_TD: Summand | None, turn: Rotation, batch: Batch
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
         return self.feed_forward(h_TD, x_TD)
 
@@ -190,7 +191,7 @@ class Flint(nn.Module):
             if taps is not None:
                 taps.take(i, h_TD, x_TD)
         assert x_TD is not None, "a model has layers"
-        return norm.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
+        return boundary.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""

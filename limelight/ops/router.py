@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl
+from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
@@ -32,7 +33,7 @@ def top_experts(scores_TE: torch.Tensor, *, count: int) -> tuple[torch.Tensor, t
 
 def norm_route_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor,
+    x_TD: Summand,
     norm_D: torch.Tensor,
     router_ED: torch.Tensor,
     *,
@@ -40,7 +41,7 @@ def norm_route_reference(
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """h + x, its RMSNorm y, and of y the weights FP32 [T, N] and ids [T, N] of the best experts."""
-    h_TD, y_TD = add_rmsnorm_reference(h_TD, x_TD, norm_D, eps=eps)
+    h_TD, y_TD = add_rmsnorm_reference(h_TD, whole(x_TD), norm_D, eps=eps)
     return h_TD, y_TD, *top_experts(sigmoid_scores(y_TD, router_ED), count=count)
 
 
@@ -332,7 +333,7 @@ def _select(
 
 def _launch_norm_route(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor,
+    x_TD: Summand,
     norm_D: torch.Tensor,
     router_ED: torch.Tensor,
     *,
@@ -340,9 +341,12 @@ def _launch_norm_route(
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _check(h_TD, router_ED)
+    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
+    if isinstance(x_TD, Partial):
+        h_TD, y_TD = sum_add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
+        return h_TD, y_TD, *_select(_logits(y_TD, router_ED), count=count)
     _check(x_TD, router_ED)
     assert h_TD.shape == x_TD.shape and h_TD.dtype == x_TD.dtype
-    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
     if len(h_TD) <= FEW:
         h_TD, y_TD, logits_PTE = _few_logits(h_TD, router_ED, x_TD, norm_D, eps)
     else:

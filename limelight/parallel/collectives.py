@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from limelight.ops.boundary import Partial, Summand
+from limelight.ops.combine import Routed
 from limelight.parallel.mesh import Mesh
 
 
@@ -11,6 +13,13 @@ def all_reduce(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if mesh.group is not None:
         dist.all_reduce(x, group=mesh.group)
     return x
+
+
+def summed(x: torch.Tensor | Routed, mesh: Mesh) -> Summand:
+    """The sum of every rank's `x` [T, D]: made here, or left to the norm that follows."""
+    if mesh.peers is not None and mesh.leaves(len(x)):
+        return Partial(x, mesh.peers, lambda x_TD: all_reduce(x_TD.clone(), mesh))
+    return all_reduce(x.combined() if isinstance(x, Routed) else x, mesh)
 
 
 def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
