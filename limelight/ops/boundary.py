@@ -20,7 +20,7 @@ twice   Row t is added up by rank t mod N, to which all others send it, and whic
 
 Rounds are counted in memory, for each row by itself: replays of a graph count on, and nothing is
 ever reset. All ranks must launch the same kernels with as many rows in the same order. A kernel
-waits for the other ranks as long as it takes: who starts them must end all when one is lost.
+waits for the other ranks until they come, or until `Peers.abandon` tells it that they never will.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,9 @@ class Peers:
     """Memory of N ranks for rows of D numbers of one type, as this rank sees it.
 
     Each rank's has `nbytes` bytes, of zeros at first; `addresses_N` has where each begins, int64.
-    `rounds` counts this rank's rounds, int32, of zeros at first; `owner` keeps the memory.
+    `rounds` counts this rank's rounds, int32, of zeros at first; kernels stop waiting when `stop`,
+    int32 [1], is not 0, for which `beside` has a stream and a 1 of the host. `owner` keeps the
+    memory.
     """
 
     rank: int
@@ -62,6 +64,8 @@ class Peers:
     dtype: torch.dtype
     addresses_N: torch.Tensor
     rounds: torch.Tensor
+    stop: torch.Tensor
+    beside: "tuple[torch.cuda.Stream, torch.Tensor] | None" = None
     owner: object = None
 
     @property
@@ -92,8 +96,22 @@ class Peers:
     ) -> "Peers":
         """Before any round."""
         none = addresses_N.new_empty(0, dtype=torch.int32)
-        made = cls(rank, size, dtype, addresses_N, none, owner)
+        beside = None
+        if none.is_cuda:
+            one = torch.ones(1, dtype=torch.int32).pin_memory()
+            beside = torch.cuda.Stream(none.device), one
+        made = cls(rank, size, dtype, addresses_N, none, none.new_zeros(1), beside, owner)
         return replace(made, rounds=none.new_zeros(made.once + made.rows))
+
+    def abandon(self) -> None:
+        """Let kernels that wait for a lost rank end, from any thread; what they make is nothing."""
+        if self.beside is None:
+            self.stop.fill_(1)
+            return
+        # The stream of the steps waits: this copy needs neither it nor anything new.
+        stream, one = self.beside
+        with torch.cuda.stream(stream):
+            self.stop.copy_(one, non_blocking=True)
 
     @staticmethod
     def can_hold(size: int, dtype: torch.dtype) -> bool:
@@ -252,8 +270,8 @@ def _late(words_W, inside_W, number):
 # No variants by these two: the number of rows may be any while serving.
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _once_kernel(
-    h, x, shared, weights, post, pre, out_h, out_y, addresses, rounds, rank, rows, stride_h,
-    stride_x, factor, keep, add, eps,
+    h, x, shared, weights, post, pre, out_h, out_y, addresses, rounds, stop, rank, rows,
+    stride_h, stride_x, factor, keep, add, eps,
     RANKS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -289,7 +307,7 @@ def _once_kernel(
                     words_W = tl.load(at, mask=inside_W, other=0, volatile=True)
                     held = held + (words_W,)  # type: ignore[assignment]
             words_W = held[r % 4]
-            while _late(words_W, inside_W, number) > 0:
+            while (_late(words_W, inside_W, number) > 0) & (tl.load(stop, volatile=True) == 0):
                 words_W = tl.load(own + r * (ROWS * WORDS), mask=inside_W, other=0, volatile=True)
             part_D = _row_of(words_W, dtype)
             total_D = part_D if r == 0 else total_D + part_D  # type: ignore[has-type]  # noqa: F821
@@ -308,16 +326,17 @@ def _once_kernel(
 
 
 @triton.jit
-def _await(flag, number):
+def _await(flag, number, stop):
     """Until the flag has the number; what was written before it was set can then be read."""
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
-        pass
+    waits = tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number
+    while waits & (tl.load(stop, volatile=True) == 0):
+        waits = tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _twice_kernel(
-    h, x, shared, weights, post, pre, out_h, out_y, addresses, rounds, rank, rows, stride_h,
-    stride_x, factor, keep, add, eps, parts_at, sums_at, flags_at,
+    h, x, shared, weights, post, pre, out_h, out_y, addresses, rounds, stop, rank, rows,
+    stride_h, stride_x, factor, keep, add, eps, parts_at, sums_at, flags_at,
     RANKS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -341,7 +360,7 @@ def _twice_kernel(
             for r in tl.static_range(RANKS):
                 part_D = x_D.to(tl.float32)
                 if r != rank:
-                    _await(flags + r * ROWS, number)
+                    _await(flags + r * ROWS, number, stop)
                     # From L2, for a line of L1 may be older.
                     part_D = tl.load(
                         parts + r * (ROWS * SIZE), mask=inside, other=0.0, cache_modifier=".cg"
@@ -361,7 +380,8 @@ def _twice_kernel(
             tl.store(parts + rank * (ROWS * SIZE), x_D, mask=inside)
             tl.debug_barrier()
             tl.atomic_xchg(flags + rank * ROWS, number, sem="release", scope="sys")
-            _await(_memory(addresses, rank, flags_at, tl.int32) + RANKS * ROWS + t, number)
+            flag = _memory(addresses, rank, flags_at, tl.int32) + RANKS * ROWS + t
+            _await(flag, number, stop)
             sums = _memory(addresses, rank, sums_at, dtype) + t * SIZE
             total_D = tl.load(sums + d, mask=inside, other=0.0, cache_modifier=".cg")
         _finish(
@@ -405,8 +425,8 @@ def _launch(
     once = rows <= peers.once
     rounds = peers.rounds[: peers.once] if once else peers.rounds[peers.once :]
     (_once_kernel if once else _twice_kernel)[(programs,)](
-        h_TD, *summands, post_D, pre_D, out_TD, y_TD, peers.addresses_N, rounds, peers.rank,
-        rows, h_TD.stride(0), stride, factor, *factors, eps,
+        h_TD, *summands, post_D, pre_D, out_TD, y_TD, peers.addresses_N, rounds, peers.stop,
+        peers.rank, rows, h_TD.stride(0), stride, factor, *factors, eps,
         *(() if once else peers.places[:3]),
         RANKS=peers.ranks, SIZE=size, COUNT=count, SCALED=factor != 1.0,
         ROWS=peers.once if once else cdiv(peers.rows, peers.ranks), **tile, **pdl(h_TD),

@@ -195,6 +195,12 @@ class ModelRunner:
         graphs = drafted.prompt_graphs if prompts else drafted.graphs
         return [] if graphs is None else graphs.sizes
 
+    def drop_graphs(self) -> None:
+        """Let go of all graphs, and of what they hold on to."""
+        self.graphs = self.prompt_graphs = None
+        if self.drafted is not None:
+            self.drafted.drop_graphs()
+
     def pretend(self, length: int) -> None:
         """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
         assert self.drafted is not None

@@ -3,6 +3,7 @@
 import mmap
 import multiprocessing
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -148,5 +149,21 @@ def test_outputs_of_experts_are_summed_on_the_way(rows, monkeypatch):
         total_TD = added_up([one.combined() for one in routed])
         expected = add_rmsnorm.kernel(h_TD, total_TD, weight_D, eps=EPS)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    on_ranks(2, 48, torch.float32, work)
+
+
+@pytest.mark.parametrize("rows", [1, 3], ids=["once", "twice"])
+def test_who_waits_for_a_lost_rank_can_be_told(rows, monkeypatch):
+    monkeypatch.setattr(boundary, "MOST_BYTES", {8: FEW})
+
+    def work(peers: Peers) -> None:
+        if peers.rank:
+            return
+        threading.Timer(0.2, peers.abandon).start()
+        start = time.monotonic()
+        h_TD, weight_D = torch.randn(rows, 48), torch.ones(48)
+        sum_add_rmsnorm.kernel(h_TD, Partial(h_TD, peers, never), weight_D, eps=EPS)
+        assert time.monotonic() - start > 0.2
 
     on_ranks(2, 48, torch.float32, work)
