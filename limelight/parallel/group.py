@@ -71,18 +71,32 @@ def abandon(mesh: Mesh) -> None:
     """Let steps end that wait for a lost rank, from any thread; what they make means nothing."""
     if mesh.peers is not None:
         mesh.peers.abandon()
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    # Gloo notices by itself.
+    if mesh.group is not None and dist.get_backend(mesh.group) == "nccl":
+        _abort(mesh.group)
 
 
 def leave() -> None:
     """Let go of the group, if there is one; the other ranks may have gone already."""
     if not dist.is_initialized():
         return
-    on_gpu = dist.get_backend() == "nccl"
-    let_go = dist.distributed_c10d._abort_process_group if on_gpu else dist.destroy_process_group
-    thread = threading.Thread(target=let_go, name="leaving", daemon=True)
+    thread = threading.Thread(target=_leave, name="leaving", daemon=True)
     thread.start()
     thread.join(SECONDS_TO_LEAVE)
     if thread.is_alive():
         logger.warning("the group of ranks has not ended within %g s", SECONDS_TO_LEAVE)
+
+
+def _leave() -> None:
+    if dist.get_backend() == "nccl":
+        _abort(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    """End what is under way. This waits for graphs that hold NCCL's kernels to be let go."""
+    assert group is not None
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.warning("the group of ranks could not be ended: %s", error)
