@@ -218,6 +218,10 @@ class Beam(nn.Module):
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""
-        logits_TV = self.head(h_TD)
+        return self.head.gather(self.logit_share(h_TD))
+
+    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's part of the vocabulary."""
+        logits_TV = self.head.share(h_TD)
         cap = self.config.logit_softcap
         return logits_TV if cap is None else activation.softcap(logits_TV, cap=cap)

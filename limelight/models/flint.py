@@ -195,4 +195,8 @@ class Flint(nn.Module):
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""
-        return self.head(h_TD)
+        return self.head.gather(self.logit_share(h_TD))
+
+    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's part of the vocabulary."""
+        return self.head.share(h_TD)

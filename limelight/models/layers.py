@@ -289,11 +289,19 @@ class LMHead(nn.Module):
         self.outputs = part.held if mesh.group is None else vocab_size
         self.padding = share - part.held
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def share(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The logits of this rank's tokens, from `first` on; padding is ruled out."""
         logits_TV = linear.lm_head(x_TD, self.weight)
         if self.padding:
-            logits_TV = F.pad(logits_TV, (0, self.padding))
+            logits_TV = F.pad(logits_TV, (0, self.padding), value=float("-inf"))
+        return logits_TV
+
+    def gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """All logits, of the shares of all ranks."""
         return all_gather(logits_TV, self.mesh)[:, : self.outputs]
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.gather(self.share(x_TD))
 
 
 class SwiGLU(nn.Module):

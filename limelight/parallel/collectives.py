@@ -31,6 +31,15 @@ def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
+def stacked(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Every rank's `x`, with the ranks as the first dimension."""
+    if mesh.group is None:
+        return x[None]
+    parts = [torch.empty_like(x) for _ in range(mesh.size)]
+    dist.all_gather(parts, x.contiguous(), group=mesh.group)
+    return torch.stack(parts)
+
+
 def from_first(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """What rank 0 has in `x`, in place."""
     if mesh.group is not None:

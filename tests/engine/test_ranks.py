@@ -1,6 +1,7 @@
 """A model divided among processes: the same answers as in one, and one end for all."""
 
 import asyncio
+import inspect
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from drafters import write_drafter
 from test_client import alive, collect, fault_of, gone, until
 from test_constraints import Small
 from tiny import prompts, request, run, start, write_checkpoint
@@ -17,6 +19,7 @@ from limelight.config import EngineConfig
 from limelight.engine import ranks
 from limelight.engine.client import EngineClient, EngineDead
 from limelight.engine.startup import plan_memory, resolve
+from limelight.parallel import group
 from limelight.parallel.group import open_store
 from limelight.types import DeviceLost
 
@@ -69,7 +72,11 @@ def answers_of(folder: Path, size: int, kv_heads: int, *, tokens: int = 60) -> t
         again = [request(one.prompt_token_ids) for one in asked[:3]]
         # Of 1, 7 and 150 tokens at once, and all to the same experts.
         again += [request(text) for text in [*prompts(1, 7, 150), [5] * 60, [5] * 61]]
-        return answers + run(engine, again), engine.stats()
+        answers += run(engine, again)
+        # Those that the ranks draw without gathering logits.
+        drawn = [request(one.prompt_token_ids, logprobs=None, temperature=t, seed=5)
+                 for one, t in zip(asked, (0.0, 0.7, 1.0), strict=False)]  # fmt: skip
+        return answers + run(engine, drawn), engine.stats()
     finally:
         engine.close()
 
@@ -109,6 +116,52 @@ def test_four_ranks_share_two_kv_heads(tmp_path, family):
     write(tmp_path, family, **FOUR)
     expected, answers = (answers_of(tmp_path, size, 2, tokens=6)[0] for size in (1, 4))
     assert_near(answers, expected)
+
+
+OTHER = """
+import sys
+import limelight
+from limelight.engine import worker
+{change}
+sys.exit(worker.main())
+"""
+
+
+def with_peers(mesh, size, dtype, device):
+    """As if these ranks had memory in common, which no kernel then reads on a CPU."""
+    from dataclasses import replace
+
+    import torch
+
+    from limelight.ops.boundary import Peers
+
+    return replace(mesh, peers=Peers.of(mesh.rank, size, dtype, torch.zeros(mesh.size).long()))
+
+
+@pytest.mark.parametrize("family", ["flint", pytest.param("beam", marks=pytest.mark.slow)])
+def test_sums_that_are_left_to_the_norms_come_to_the_same(tmp_path, monkeypatch, family):
+    """As on GPUs, where a kernel makes them; also where a drafter reads the stream between."""
+    folder = write(tmp_path / "target", family)
+    write_drafter(tmp_path / "drafter")
+    spec = {"model": str(tmp_path / "drafter"), "num_speculative_tokens": 3}
+
+    def answers(size: int) -> list[list[int]]:
+        engine = start(
+            folder, tensor_parallel_size=size, speculative_config=spec, max_num_batched_tokens=50,
+            max_model_len=64,
+        )  # fmt: skip
+        try:
+            assert size == 1 or engine.runner.runner.mesh.leaves(1)
+            return [one.token_ids for one in run(engine, [request(p) for p in prompts(40, 3)])]
+        finally:
+            engine.close()
+
+    expected = answers(1)
+    change = f"{inspect.getsource(with_peers)}\nimport limelight.parallel.group as group\n"
+    text = OTHER.format(change=change + "group.with_peers = with_peers")
+    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", text))
+    monkeypatch.setattr(group, "with_peers", with_peers)
+    assert answers(2) == expected
 
 
 def constrained(**changes: object) -> list[list[int]]:
@@ -168,15 +221,6 @@ def test_each_rank_plans_for_its_share():
     assert 4 * share["routed experts"] == every["routed experts"]
     assert 2 * part.block.nbytes == whole.block.nbytes  # two KV heads, each on two ranks
     assert part.usable < whole.usable / 3
-
-
-OTHER = """
-import sys
-import limelight
-from limelight.engine import worker
-{change}
-sys.exit(worker.main())
-"""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from limelight.ops.norm import add_rmsnorm, sandwich
 EPS = 1e-3
 SECONDS = 60
 # Bytes of all rows sent once, and sent twice: of few rows, so that both ways are taken.
-FEW = (2 * 4 * 48, 5 * 4 * 48)
+FEW = (2 * 4 * 48, 3 * 4 * 48)
 
 
 def compile_cases() -> list[Case]:
@@ -101,8 +101,14 @@ def round_of(seed: int, rows: int, peers: Peers) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "dtype"),
-    [(2, torch.float32), (2, torch.float16), (4, torch.float16), (3, torch.float32)],
-    ids=["2 fp32", "2 fp16", "4 fp16", "3 fp32"],
+    [
+        (2, torch.float32),
+        (4, torch.float16),
+        pytest.param(2, torch.float16, marks=pytest.mark.slow),
+        pytest.param(3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(8, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=["2 fp32", "4 fp16", "2 fp16", "3 fp32", "8 fp16"],
 )
 def test_every_rank_has_the_bits_of_the_sum_and_then_the_norm(ranks, dtype, monkeypatch):
     monkeypatch.setattr(boundary, "MOST_BYTES", {8: FEW})
@@ -110,7 +116,7 @@ def test_every_rank_has_the_bits_of_the_sum_and_then_the_norm(ranks, dtype, monk
     def work(peers: Peers) -> None:
         assert 0 < peers.once < peers.rows
         late = random.Random(peers.rank)
-        for turn, rows in enumerate([1, peers.once, peers.rows, 1, peers.once + 1, 2]):
+        for turn, rows in enumerate([1, peers.once, peers.rows, 1]):
             time.sleep(late.random() * 0.02)
             round_of(10 * turn, rows, peers)
 
