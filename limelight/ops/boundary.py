@@ -273,9 +273,9 @@ def _once_kernel(
     h, x, shared, weights, post, pre, out_h, out_y, addresses, rounds, stop, rank, rows,
     stride_h, stride_x, factor, keep, add, eps,
     RANKS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row a program at a time."""
+    """A row a program at a time; registers hold HELD ranks' rows at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = out_h.dtype.element_ty
@@ -293,24 +293,26 @@ def _once_kernel(
         words_W = _worded(x_D, number)
         # The place of this round, of rank 0's row.
         place = ((number & 1) * (RANKS * ROWS) + t) * WORDS
-        for i in tl.static_range(RANKS):
-            # Each to its right neighbour first.
-            into = _memory(addresses, (rank + 1 + i) % RANKS, 0, tl.uint64)
-            tl.store(into + place + rank * (ROWS * WORDS) + w, words_W, mask=inside_W)
+        for first in range(0, RANKS, HELD):
+            for i in tl.static_range(HELD):
+                # Each to its right neighbour first.
+                into = _memory(addresses, (rank + 1 + first + i) % RANKS, 0, tl.uint64)
+                tl.store(into + place + rank * (ROWS * WORDS) + w, words_W, mask=inside_W)
         own = _memory(addresses, rank, 0, tl.uint64) + place + w
-        for r in tl.static_range(RANKS):
-            # Registers hold the rows of four at once.
-            if r % 4 == 0:
-                held = ()
-                for i in tl.static_range(r, min(r + 4, RANKS)):
-                    at = own + i * (ROWS * WORDS)
+        total_D = tl.zeros((BLOCK_D,), tl.float32)
+        for first in range(0, RANKS, HELD):
+            held = ()
+            for i in tl.static_range(HELD):
+                at = own + (first + i) * (ROWS * WORDS)
+                words_W = tl.load(at, mask=inside_W, other=0, volatile=True)
+                held = held + (words_W,)  # type: ignore[assignment]
+            for i in tl.static_range(HELD):
+                at, words_W = own + (first + i) * (ROWS * WORDS), held[i]
+                while (_late(words_W, inside_W, number) > 0) & (tl.load(stop, volatile=True) == 0):
                     words_W = tl.load(at, mask=inside_W, other=0, volatile=True)
-                    held = held + (words_W,)  # type: ignore[assignment]
-            words_W = held[r % 4]
-            while (_late(words_W, inside_W, number) > 0) & (tl.load(stop, volatile=True) == 0):
-                words_W = tl.load(own + r * (ROWS * WORDS), mask=inside_W, other=0, volatile=True)
-            part_D = _row_of(words_W, dtype)
-            total_D = part_D if r == 0 else total_D + part_D  # type: ignore[has-type]  # noqa: F821
+                part_D = _row_of(words_W, dtype)
+                # What is added to nothing keeps its sign, where it is 0.
+                total_D = tl.where(first + i == 0, part_D, total_D + part_D)
         total_D = total_D.to(dtype)
         if post is not None:
             # By way of memory a thread gets what it has in `norm.py`: squares add up to the same.
@@ -424,6 +426,8 @@ def _launch(
     programs = min(rows, THREADS // (32 * tile["num_warps"]))
     once = rows <= peers.once
     rounds = peers.rounds[: peers.once] if once else peers.rounds[peers.once :]
+    if once:
+        tile["HELD"] = peers.ranks if peers.ranks <= 4 else 2 - peers.ranks % 2
     (_once_kernel if once else _twice_kernel)[(programs,)](
         h_TD, *summands, post_D, pre_D, out_TD, y_TD, peers.addresses_N, rounds, peers.stop,
         peers.rank, rows, h_TD.stride(0), stride, factor, *factors, eps,
