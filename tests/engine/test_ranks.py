@@ -164,6 +164,25 @@ def test_sums_that_are_left_to_the_norms_come_to_the_same(tmp_path, monkeypatch,
     assert answers(2) == expected
 
 
+@pytest.mark.slow
+def test_uneven_prompts_and_one_expert_for_all_are_only_slower(tmp_path):
+    write(tmp_path, "flint", max_position_embeddings=1024)
+
+    def answers(size: int) -> list:
+        engine = start(
+            tmp_path, tensor_parallel_size=size, max_num_seqs=64, max_num_batched_tokens=256,
+            max_model_len=1024, kv_cache_memory_bytes=2**25,
+        )  # fmt: skip
+        try:
+            uneven = run(engine, [request(prompt) for prompt in prompts(1, 7, 700)])
+            alike = [request([i % 97] * 30, max_tokens=4) for i in range(64)]
+            return uneven + run(engine, alike)
+        finally:
+            engine.close()
+
+    assert_near(answers(2), answers(1))
+
+
 def constrained(**changes: object) -> list[list[int]]:
     """Answers under a grammar, a budget of reasoning, and neither, with drafts."""
     small = Small(**changes)
@@ -342,11 +361,13 @@ def test_requests_that_come_one_by_one_and_leave_never_wait_long(folder):
         await client.start()
         try:
             await asyncio.wait_for(client.wait_ready(), 60)
-            for i in range(30):
+            for i in range(200):
+                # One gets as far as a sequence can.
                 count = 127 - 3 if i == 20 else rng.randint(1, 5)
                 leave = 1 if i % 10 == 9 and count > 1 else None
                 one = request([i % 97, 3, 4], max_tokens=count)
-                told = await asyncio.wait_for(collect(client, one, leave_after=leave), 5)
+                within = 60 if i == 20 else 5
+                told = await asyncio.wait_for(collect(client, one, leave_after=leave), within)
                 assert leave or told[1] == "length" and len(told[0]) == count
                 await asyncio.sleep(rng.random() * 0.05)
             await until(lambda: client.stats.running == 0 and client.stats.cache_usage == 0.0)
