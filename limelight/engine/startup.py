@@ -269,12 +269,11 @@ def start_engine(
     found = resolve(config)
     if config.tensor_parallel_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
-    if found.device.type == "cuda":
-        logger.warning("a model divided among GPUs has never been run: only one among CPUs")
     plan = plan_memory(config, found)
     with Ranks.started(config, found.device, on_loss) as ranks:
         plan = ranks.agree(plan, found.identity)
-        return _start(config, found, plan, ranks.join(), progress, ranks)
+        mesh = ranks.join(found.shape.hidden_size, found.dtype)
+        return _start(config, found, plan, mesh, progress, ranks)
 
 
 def start_runner(

@@ -61,7 +61,10 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     plan.check()
     words.send(Word(facts=facts_of(plan, found.identity)))
     agreed = msgspec.msgpack.decode(messages.get(), type=Agreed)
-    mesh = join(store_at(start.port), found.device, rank, size)
+    mesh = join(
+        store_at(start.port), found.device, rank, size,
+        width=found.shape.hidden_size, dtype=found.dtype,
+    )  # fmt: skip
     plan = plan.with_blocks(agreed.num_blocks)
     runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True))
     devices = device_control(config, runner)

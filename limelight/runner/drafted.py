@@ -111,7 +111,7 @@ class DraftedSteps:
         )  # fmt: skip
         return self.graphs
 
-    def forget_graphs(self) -> None:
+    def drop_graphs(self) -> None:
         """Make all steps without graphs, until they are captured again."""
         self.graphs = self.prompt_graphs = self.pass_graphs = None
 
