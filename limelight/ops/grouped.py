@@ -17,7 +17,6 @@ from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stag
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
-from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
 
 @triton.jit
@@ -545,10 +544,7 @@ def unsummed_moe(
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
         weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        whole = fits(weights[1])
-        if whole and each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS:
-            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
-        elif whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
+        if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
             blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M)
             out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         else:
