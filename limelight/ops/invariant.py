@@ -1,9 +1,10 @@
-"""Products and attention on a CPU whose rows do not depend on what else is computed with them.
+"""Products and attention whose rows do not depend on what else is computed with them.
 
 A library's product of many rows adds in another order than that of one row. Here every product is
 one of TILE rows, the last ones padding: then a row's result depends neither on the number of rows
 nor on its place. Attention adds by tiles of KEYS keys, counted from the sequence's first token, so
-neither its batch nor its chunk matters; tiles that a row does not see add zeros.
+neither its batch nor its chunk matters; tiles that a row does not see add zeros. All but products
+is for a CPU: on a GPU `prefill.py`, `grouped.py` and `router.py` keep to one tile.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from limelight.ops.paging import LayerCache, PagedLayout
 
 TILE, QUERIES, KEYS = 16, 8, 64
+TILE_ON_GPU = 64
 # Products of BF16 add up to so many keys in their order, whatever their number: one product has all
 # of a span, and its numbers are those of transformers' products of whole sequences.
 SPAN = 16 * KEYS
@@ -22,12 +24,20 @@ SPAN = 16 * KEYS
 SCORES_AT_ONCE = 2**22
 
 
-def linear(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
-    """x W^T in the type of both, [T, D]."""
-    rows = len(x_TF)
-    padded_TF = F.pad(x_TF, (0, 0, 0, -rows % TILE))
-    tiles = [F.linear(tile_XF, weight_DF) for tile_XF in padded_TF.split(TILE)]
-    return torch.cat(tiles)[:rows] if tiles else F.linear(x_TF, weight_DF)
+def linear(
+    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x W^T in the type of both, [T, D]; on a GPU also in another."""
+
+    def product(part_XF: torch.Tensor) -> torch.Tensor:
+        if dtype is None or dtype == x_TF.dtype:
+            return F.linear(part_XF, weight_DF)
+        return torch.mm(part_XF, weight_DF.T, out_dtype=dtype)
+
+    rows, tile = len(x_TF), TILE if x_TF.device.type == "cpu" else TILE_ON_GPU
+    padded_TF = F.pad(x_TF, (0, 0, 0, -rows % tile))
+    tiles = [product(part_XF) for part_XF in padded_TF.split(tile)] if rows else [product(x_TF)]
+    return torch.cat(tiles)[:rows]
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
