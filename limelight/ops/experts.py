@@ -162,6 +162,7 @@ def _launch_unsummed_moe(
         return torch.empty_like(y_TD)
     alike = isinstance(gate_up_EGD, FP4) == isinstance(down_EDF, FP4)
     few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    few = few and not is_batch_invariant()
     added_TD = None
     if shared_gate_up_GD is not None and shared_down_DF is not None:
         kinds = {isinstance(w, FP4) for w in (gate_up_EGD, shared_gate_up_GD, shared_down_DF)}

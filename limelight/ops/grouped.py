@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stages
+from limelight.ops import (
+    by_size,
+    cdiv,
+    grouped_fp4,
+    is_batch_invariant,
+    next_power_of_2,
+    pdl,
+    stages,
+)
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
@@ -367,6 +375,9 @@ TILES = {
     2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),
 }
 
+# Where rows must not depend on their number, as if there were so many pairs an expert.
+EACH_WHERE_INVARIANT = 48
+
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
 FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
@@ -539,7 +550,7 @@ def unsummed_moe(
 ) -> Routed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
-    each = cdiv(rows * count, experts)
+    each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
