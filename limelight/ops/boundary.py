@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import cdiv, norm, op, pdl
-from limelight.ops.combine import Routed, weighted_sum
+from limelight.ops.combine import Unsummed, weighted_sum
 from limelight.ops.norm import (
     add_rmsnorm_reference,
     added,
@@ -152,13 +152,13 @@ class Partial:
     `plainly` adds up the summands of all ranks by a collective.
     """
 
-    part: torch.Tensor | Routed
+    part: torch.Tensor | Unsummed
     peers: Peers
     plainly: Callable[[torch.Tensor], torch.Tensor]
 
     def total(self) -> torch.Tensor:
         """The sum, without this file's kernels."""
-        return self.plainly(self.part.combined() if isinstance(self.part, Routed) else self.part)
+        return self.plainly(self.part.combined() if isinstance(self.part, Unsummed) else self.part)
 
 
 # What may be added to a stream.
@@ -416,7 +416,7 @@ def _launch(
         return out_TD, y_TD
     part = partial.part
     summands: tuple[torch.Tensor | None, ...]
-    if isinstance(part, Routed):
+    if isinstance(part, Unsummed):
         summands = (part.out_PD, part.added_TD, part.weights_TN)
         stride, factor, count = 0, part.scale, part.weights_TN.shape[1]
     else:
