@@ -394,9 +394,9 @@ def _twice_kernel(
         t += tl.num_programs(0)
 
 
-# Threads that a GPU of 100 multiprocessors holds at once, whatever registers they need. All rows
-# that wait for each other are then there, whichever begins first.
-THREADS = 100 * 1024
+# Threads that a GPU of 100 multiprocessors holds at once with 128 registers each. All rows that
+# wait for other ranks' are then there, whichever begins first.
+THREADS = 100 * 512
 
 
 def _launch(
