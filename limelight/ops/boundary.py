@@ -44,8 +44,8 @@ from limelight.ops.norm import (
 )
 
 # The most bytes of all rows of a rank, by the number of ranks: sent once, and sent twice. Above
-# them a collective and a norm are as good. Not measured yet.
-MOST_BYTES = {2: (2**19, 2**22), 4: (2**18, 2**22), 8: (2**17, 2**22)}
+# them a collective and a norm are as good. Measured for two ranks, assumed for more.
+MOST_BYTES = {2: (2**20, 2**23), 4: (2**18, 2**22), 8: (2**17, 2**22)}
 WORD, FLAG = 8, 4  # bytes
 
 
@@ -394,9 +394,9 @@ def _twice_kernel(
         t += tl.num_programs(0)
 
 
-# Threads that a GPU of 100 multiprocessors holds at once with 128 registers each. All rows that
-# wait for other ranks' are then there, whichever begins first.
-THREADS = 100 * 512
+# Of all programs: about as many as are there at once. They begin in the order of rows, so that on
+# every rank the first rows that are not done are among them, and wait for none that is not.
+THREADS = 100 * 1024
 
 
 def _launch(
