@@ -13,7 +13,7 @@ import torch
 from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.chosen import few_moe, most_rows
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
@@ -120,7 +120,7 @@ def _launch_moe(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,
     )  # fmt: skip
-    return out.combined() if isinstance(out, Routed) else out
+    return out.combined() if isinstance(out, Unsummed) else out
 
 
 def unsummed_moe_reference(
@@ -134,7 +134,7 @@ def unsummed_moe_reference(
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     """As `moe`; where a kernel of its own would sum the experts' outputs, these as they are."""
     return moe_reference(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
@@ -153,7 +153,7 @@ def _launch_unsummed_moe(
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     _check(y_TD, gate_up_EGD, down_EDF, shared_gate_up_GD, shared_down_DF)
     assert weights_TN.shape == ids_TN.shape and len(ids_TN) == len(y_TD)
     assert weights_TN.dtype == torch.float32

@@ -23,7 +23,7 @@ from limelight.ops import (
     stages,
 )
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
 
 
@@ -547,7 +547,7 @@ def unsummed_moe(
     *,
     fp32: bool,
     scale: float,
-) -> Routed:
+) -> Unsummed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
     each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(rows * count, experts)
@@ -570,7 +570,7 @@ def unsummed_moe(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
             (gate_up, down), count, fp32,
         )  # fmt: skip
-    return Routed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
+    return Unsummed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
 
 
 def grouped_moe(
