@@ -12,11 +12,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.speculative import SpeculativeConfig
+from limelight.types import LoRARequest
 
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
+    "allow_runtime_lora_updating": (
+        "LIMELIGHT_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    ),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
     "beam_always_constrain_output": (
         "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
@@ -34,6 +38,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "enable_in_reasoning": (False,),
 }
 PARSERS = ("glm47", "beam")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
 
 
@@ -85,6 +90,20 @@ def check_parsers(reasoning: str | None, calls: str | None):
         )
 
 
+def _adapter(text: str, adapter_id: int) -> LoRARequest:
+    """What an entry of --lora-modules says."""
+    name, _, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            given = json.loads(text)
+            name, path = given["name"], given["path"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"--lora-modules: {text!r:.80} has no name and path") from error
+    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+        raise ValueError(f"--lora-modules takes name=folder, got {text!r:.80}")
+    return LoRARequest(name, adapter_id, path)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Which model runs, where, in what precision, and how much at once."""
@@ -128,6 +147,18 @@ class EngineConfig:
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"
     )
+    enable_lora: bool = setting(False, "make room for LoRA adapters, which requests may name")
+    max_lora_rank: int = setting(16, "largest rank of an adapter")
+    max_loras: int = setting(1, "most adapters in one step")
+    max_cpu_loras: int | None = setting(
+        None, "adapters that host memory keeps; default: as many as max_loras"
+    )
+    lora_dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "precision of adapters; auto: that of the model; float32: as PEFT trains them"
+    )
+    lora_modules: list[str] | None = setting(
+        None, 'adapters to start with: name=folder, or JSON as {"name": ..., "path": ...}'
+    )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
     speculative_config: dict[str, object] | None = setting(
         None,
@@ -147,13 +178,34 @@ class EngineConfig:
                 )
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
-            kv_cache_memory_bytes=1, tensor_parallel_size=1,
+            kv_cache_memory_bytes=1, tensor_parallel_size=1, max_loras=1, max_cpu_loras=1,
         )  # fmt: skip
+        self._check_adapters()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; "
                 f"got {self.gpu_memory_utilization}"
             )
+
+    def _check_adapters(self):
+        if self.max_lora_rank not in LORA_RANKS:
+            ranks = ", ".join(map(str, LORA_RANKS))
+            raise ValueError(f"max_lora_rank must be one of {ranks}; got {self.max_lora_rank!r}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras must be at least max_loras, {self.max_loras}; "
+                f"got {self.max_cpu_loras}"
+            )
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora")
+        names = [adapter.lora_name for adapter in self.adapters]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--lora-modules names an adapter twice: {', '.join(names)}")
+
+    @property
+    def adapters(self) -> list[LoRARequest]:
+        """Those to start with; their ids go from 1 on."""
+        return [_adapter(text, i) for i, text in enumerate(self.lora_modules or (), 1)]
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -195,6 +247,10 @@ class ServerConfig:
     max_replicas: int | None = setting(
         None, "engines that Ray Serve may start where many requests are open"
     )
+    allow_runtime_lora_updating: bool = setting(
+        False, "take /v1/load_lora_adapter and /v1/unload_lora_adapter, by which a client makes "
+        "the server read any folder that it can",
+    )  # fmt: skip
     restart_engine: int = setting(0, "how often an engine that died or hangs is started anew")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get after SIGTERM")
     chat_template: str | None = setting(None, "file with a chat template to use instead")

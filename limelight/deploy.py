@@ -30,11 +30,12 @@ from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.router import OPEN, Beginnings, draw, pieces_of
 from limelight.server.http import REPLICA
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import Output, Request, RequestError
+from limelight.types import LoRARequest, Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 NAME = "limelight"
 # A request that has had no word yet is given to so many engines: it may be what they die of.
+NO_LOADS = "with --ray adapters come with the start: name them with --lora-modules"
 TRIES = 3
 SECONDS_BETWEEN_CHECKS, SECONDS_OF_A_CHECK, SECONDS_BETWEEN_LOOKS = 2.0, 10.0, 0.1
 # More requests than one engine has room for wait in it, and more still in the fronts.
@@ -103,6 +104,12 @@ class Engines:
     async def close(self) -> None:
         """Engines end with their replicas."""
 
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        raise RequestError(NO_LOADS)
+
+    async def unload_adapter(self, adapter_id: int) -> None:
+        raise RequestError(NO_LOADS)
+
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The outputs of a request. While it has had none, an engine that goes is made good by
         another; then it is `EngineDead`."""
@@ -149,6 +156,7 @@ class Front:
         return create_app(
             self.engines, texts.tokenizer, texts.template, self.server,
             model=self.engine.model, defaults=texts.defaults, form=texts.form,
+            adapters=self.engine.adapters,
         )  # fmt: skip
 
 

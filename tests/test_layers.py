@@ -18,6 +18,7 @@ LEVELS = [
         "stats",
         "steps",
         "__version__",
+        "LoRARequest",
         "SamplingParams",
         "StructuredOutputsParams",
     },

@@ -26,10 +26,12 @@ class ChainHash:
         self._root = root
         self._tokens = struct.Struct(f"<{block_size}i")
 
-    def first_parent(self, salt: str) -> bytes:
-        """The parent of a sequence's first block; sequences of different salts share nothing."""
+    def first_parent(self, salt: str, adapter: tuple[int, int] = (0, 0)) -> bytes:
+        """The parent of a sequence's first block; sequences of different salts share nothing, nor
+        do those of different adapters (id, version)."""
         # JSON may carry lone surrogates, and a salt must not be able to raise here.
-        return self._digest(blake2b(self._root).digest() + salt.encode(errors="surrogatepass"))
+        own = struct.pack("<2q", *adapter) + salt.encode(errors="surrogatepass")
+        return self._digest(blake2b(self._root).digest() + own)
 
     def next(self, parent: bytes, token_ids: list[int]) -> bytes:
         """The hash of the block that holds `token_ids` and follows `parent`."""

@@ -1,6 +1,7 @@
 """The engine seen from an asyncio process: the only file that knows there are two."""
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -17,9 +18,9 @@ import zmq
 import zmq.asyncio
 
 from limelight.config import EngineConfig
-from limelight.engine.process import Command, Report
+from limelight.engine.process import AdapterOrder, Command, Report
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import Output, Request
+from limelight.types import LoRARequest, Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 # A sign of life comes every second; a busy machine may delay some.
@@ -56,6 +57,8 @@ class Served(Protocol):
     def status(self) -> EngineStatus: ...
     async def start(self) -> None: ...
     def submit(self, request: Request) -> AsyncGenerator[Output, None]: ...
+    async def load_adapter(self, adapter: LoRARequest) -> None: ...
+    async def unload_adapter(self, adapter_id: int) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -72,6 +75,8 @@ class EngineClient:
         self._report = Report(phase="starting", percent=0.0)
         self._last_beat = time.monotonic()
         self._queues: dict[str, asyncio.Queue[Output | EngineDead]] = {}
+        self._orders: dict[int, asyncio.Future[None]] = {}
+        self._tickets = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="limelight-"))
         self._context = zmq.asyncio.Context()
         # What a dead engine has not read must not hold up the end of this process.
@@ -160,6 +165,29 @@ class EngineClient:
         if self._fault is None:
             self._send(Command(abort=[request_id]))
 
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Have the engine read an adapter; `RequestError` if it cannot."""
+        await self._order(load=adapter)
+
+    async def unload_adapter(self, adapter_id: int) -> None:
+        """Have the engine take no more requests for an adapter; `RequestError` if it has none."""
+        await self._order(unload=adapter_id)
+
+    def remember(self, adapter: LoRARequest) -> None:
+        """Have the engine read an adapter once it has started; nobody waits for it."""
+        self._send(Command(adapters=[AdapterOrder(next(self._tickets), adapter)]))
+
+    async def _order(self, *, load: LoRARequest | None = None, unload: int | None = None) -> None:
+        if self._fault is not None:
+            raise EngineDead(self._fault)
+        ticket = next(self._tickets)
+        future = self._orders[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Command(adapters=[AdapterOrder(ticket, load, unload)]))
+            await future
+        finally:
+            del self._orders[ticket]
+
     async def close(self) -> None:
         """End the process and everything that belongs to it."""
         self._die("the engine was closed")
@@ -197,6 +225,13 @@ class EngineClient:
             for output in report.outputs:
                 if output.request_id in self._queues:
                     self._queues[output.request_id].put_nowait(output)
+            for reply in report.adapters:
+                if (order := self._orders.get(reply.ticket)) is None or order.done():
+                    continue
+                if reply.refused is None:
+                    order.set_result(None)
+                else:
+                    order.set_exception(RequestError(reply.refused, param=reply.param))
             if report.fault is not None:
                 self._die(report.fault)
 
@@ -216,6 +251,9 @@ class EngineClient:
         self._ready.set()
         for queue in self._queues.values():
             queue.put_nowait(EngineDead(fault))
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(EngineDead(fault))
 
 
 def _how(code: int) -> str:

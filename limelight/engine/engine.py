@@ -8,11 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from limelight.engine.adapters import Adapters
 from limelight.engine.drafting import Drafting
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
 from limelight.steps import Grant, Sampled, StepPlan, StepResult
-from limelight.types import DeviceLost, FinishReason, Output, Request, Sequence, TokenLogprobs
+from limelight.types import (
+    DeviceLost,
+    FinishReason,
+    LoRARequest,
+    Output,
+    Request,
+    RequestError,
+    Sequence,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 # With nothing to do but to wait for a grammar, a step takes no longer than this.
@@ -90,9 +100,12 @@ class Engine:
         grammars: Grammars | None = None,
         drafting: Drafting | None = None,
         ranks: Closing | None = None,
+        adapters: Adapters | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks = grammars, drafting, ranks
+        self.adapters = adapters
+        self.refusals: list[Output] = []  # of requests that came for an adapter that is not there
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -101,19 +114,55 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.under_way is not None or bool(self.compiling)
+        waiting = self.compiling or self.refusals
+        return self.scheduler.has_work or self.under_way is not None or bool(waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
+        if request.adapter_id and not self._enter(request):
+            return
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs[request.id] = [None]
         if request.constraint is None:
-            self.scheduler.add(Sequence(request))
+            self._queue(request)
             return
         if self.grammars is None:
             raise ValueError(f"request {request.id!r} has a constraint, which nobody compiles here")
         self.compiling[request.id] = request
         self.grammars.ask(request)
+
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Read an adapter, between two steps; `RequestError`, and nothing has changed."""
+        adapters = self._with_adapters()
+        try:
+            version = adapters.load(adapter)
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error), param="lora_path") from error
+        self.scheduler.renew(adapter.lora_int_id, version)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Take no more requests for an adapter; those that are open end with it."""
+        self._with_adapters().unload(adapter_id)
+
+    def _with_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise RequestError("there is no room for adapters: start with --enable-lora")
+        return self.adapters
+
+    def _enter(self, request: Request) -> bool:
+        """Make sure that a request's adapter is there, or have the next step tell that it is not"""
+        try:
+            self._with_adapters().enter(request.id, request.adapter_id)
+        except ValueError as error:
+            self.refusals.append(self._without_answer(request, error=None, refused=str(error)))
+            return False
+        return True
+
+    def _queue(self, request: Request) -> None:
+        version = 0 if self.adapters is None else self.adapters.version(request.adapter_id)
+        self.scheduler.add(Sequence(request, adapter_version=version))
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request at once; its last output, or None if it is not here any more."""
@@ -147,7 +196,8 @@ class Engine:
 
         Raises `DeviceLost` when no later step could do better.
         """
-        outputs = self._take_grammars()
+        outputs, self.refusals = self.refusals, []
+        outputs += self._take_grammars()
         plan = self.scheduler.schedule()
         if self.drafting is not None and plan.grants:
             plan = self.drafting.decide(plan)
@@ -176,7 +226,7 @@ class Engine:
             request = decided.request
             del self.compiling[request.id]
             if decided.refused is None and decided.error is None:
-                self.scheduler.add(Sequence(request))
+                self._queue(request)
                 continue
             outputs.append(
                 self._without_answer(request, error=decided.error, refused=decided.refused)
@@ -186,6 +236,8 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Let go of what is kept for a request while it lives."""
         self.prompt_logprobs.pop(request_id, None)
+        if self.adapters is not None:
+            self.adapters.leave(request_id)
         if self.grammars is not None:
             self.grammars.forget(request_id)
 

@@ -23,7 +23,7 @@ from limelight.parallel.group import join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.steps import StepPlan
+from limelight.steps import AdapterMove, StepPlan
 from limelight.types import DeviceLost
 
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
@@ -224,6 +224,11 @@ class LeadingRunner:
 
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
+
+    def read_adapter(self, move: AdapterMove) -> None:
+        """As the runner's. The others read it now too, and it is no one's mistake if they fail."""
+        self.runner.read_adapter(move)
+        self.ranks.send(StepPlan(moves=[move]))
 
     def launch(self, plan: StepPlan) -> Launched:
         if self.ranks.lost is not None:

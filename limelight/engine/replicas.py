@@ -14,7 +14,7 @@ from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.router import Router
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import Output, Request, RequestError
+from limelight.types import LoRARequest, Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -37,6 +37,8 @@ class Replicas:
         self.clients = [EngineClient(config, env) for config, env in self.places]
         self.began = [False] * count  # whether each has been ready
         self.restarting: set[int] = set()
+        # Those loaded since the start, which an engine that is started anew needs too.
+        self.adapters: dict[int, LoRARequest] = {}
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
@@ -77,8 +79,9 @@ class Replicas:
         said = False
         for last in (request.replica is not None, True):
             engines = self._choice(request)
+            salt = f"{request.adapter_id} {request.cache_salt}"
             with self.router.errand(
-                request.prompt_token_ids, engines, salt=request.cache_salt, session=request.session
+                request.prompt_token_ids, engines, salt=salt, session=request.session
             ) as errand:
                 try:
                     stream = self.clients[errand.engine].submit(request)
@@ -91,6 +94,29 @@ class Replicas:
                 except EngineDead:
                     if said or last or not self._alive:
                         raise
+
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Have all engines read an adapter; if one cannot, a new one is in none. `RequestError`."""
+        came = await asyncio.gather(
+            *(client.load_adapter(adapter) for client in self.clients), return_exceptions=True
+        )
+        faults = [fault for fault in came if isinstance(fault, BaseException)]
+        if not faults:
+            self.adapters[adapter.lora_int_id] = adapter
+            return
+        if not adapter.load_inplace:
+            pairs = zip(self.clients, came, strict=True)
+            loaded = [client for client, fault in pairs if not isinstance(fault, BaseException)]
+            await asyncio.gather(
+                *(client.unload_adapter(adapter.lora_int_id) for client in loaded),
+                return_exceptions=True,
+            )
+        raise faults[0]
+
+    async def unload_adapter(self, adapter_id: int) -> None:
+        """Have all engines take no more requests for an adapter."""
+        self.adapters.pop(adapter_id, None)
+        await asyncio.gather(*(client.unload_adapter(adapter_id) for client in self.clients))
 
     async def close(self) -> None:
         """End all processes and what belongs to them."""
@@ -157,6 +183,9 @@ class Replicas:
             await client.close()
             raise
         self.clients[place] = client
+        # Read before any request comes; one that cannot be read any more is refused to those.
+        for adapter in self.adapters.values():
+            client.remember(replace(adapter, load_inplace=True))
 
 
 def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:

@@ -65,7 +65,13 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     gc.collect()
     gc.freeze()
     while True:
-        runner.launch(decoder.decode(messages.get()))
+        step = decoder.decode(messages.get())
+        if step.grants:
+            runner.launch(step)
+            continue
+        # An adapter that rank 0 has read.
+        for move in step.moves:
+            runner.read_adapter(move)
 
 
 def main() -> int:

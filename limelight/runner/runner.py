@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
+from limelight.models.adapters import AdapterRoom
 from limelight.models.batch import Batch, Paged
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
@@ -18,13 +19,14 @@ from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
+from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
-from limelight.steps import Admission, Grant, StepPlan, StepResult
+from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
 from limelight.types import Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        room: AdapterRoom | None = None,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -82,6 +85,7 @@ class ModelRunner:
             grammars=grammars,
             chooses=self.mesh.rank == 0,
         )
+        self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
@@ -103,8 +107,13 @@ class ModelRunner:
         self.drafted = DraftedSteps(
             self.model, drafter, self.sampler,
             max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,
+            adapters=self.adapters,
         )  # fmt: skip
         return drafter
+
+    def read_adapter(self, move: AdapterMove) -> None:
+        """Take an adapter into host memory at once; `ValueError` for what cannot be served."""
+        self.adapters.move(move)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""
@@ -116,8 +125,11 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
+        for move in plan.moves:
+            self.adapters.move(move)
         for admission in plan.admissions:
             self._admit(admission)
+        self.adapters.begin(plan.grants)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
@@ -180,11 +192,12 @@ class ModelRunner:
         self.prompt_graphs = Graphs(
             self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
             prompt_sizes(self.max_num_batched_tokens), progress,
-            name="graphs of steps with prompts", beside=beside,
+            name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
         )  # fmt: skip
         self.graphs = Graphs(
             self.decode, lambda count: self._send((count,) * 3, [], []),
             graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+            adapters=self.adapters,
         )  # fmt: skip
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
@@ -203,6 +216,7 @@ class ModelRunner:
     def forget(self) -> None:
         """Drop what is known of every slot."""
         self.slots.clear()
+        self.adapters.forget()
         self.sampler.rules.clear()
 
     def decode(self, tensors: StepTensors) -> Judged:
@@ -218,9 +232,10 @@ class ModelRunner:
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
-        if self.drafted is None:
-            return self.model(tensors.tokens_T, batch)
-        return self.drafted.follow(tensors, batch)
+        with self.adapters.of_rows(tensors.rows_B, tensors.starts_B, len(tensors.tokens_T)):
+            if self.drafted is None:
+                return self.model(tensors.tokens_T, batch)
+            return self.drafted.follow(tensors, batch)
 
     def _send(self, size: Size, grants: list[Grant], sampling: list[Grant]) -> StepTensors:
         """A step's inputs on the device, rows beyond the grants' as padding."""
@@ -231,6 +246,7 @@ class ModelRunner:
         request = admission.request
         token_ids = request.prompt_token_ids + admission.output_token_ids
         self.slots[admission.slot] = Slot(request, token_ids)
+        self.adapters.admit(admission.slot, admission.adapter_slot)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
     def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:

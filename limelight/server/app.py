@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +21,7 @@ from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
+from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
 from limelight.server.http import Call, read_body, until_gone
 from limelight.server.lifecycle import Life
@@ -34,6 +35,7 @@ from limelight.server.startup import address, example, listen, load_texts
 from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
+from limelight.types import LoRARequest
 
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
@@ -47,17 +49,19 @@ def create_app(
     model: str,
     defaults: dict[str, float | int] | None = None,
     form: AnswerForm | None = None,
+    adapters: Sequence[LoRARequest] = (),
 ) -> Starlette:
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
     `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
-    `form` is that of its answers, if the config names a parser.
+    `form` is that of its answers, if the config names a parser; the engine starts with `adapters`.
     """
     if not all(config.api_key or ()):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
-    reader = Reader(names, config, defaults or {})
-    service = Service(client, Prompts(tokenizer, template), reader, config, form)
+    named = NamedAdapters(client, names, adapters, may=config.allow_runtime_lora_updating)
+    reader = Reader(names, config, defaults or {}, named.by_name)
+    service = Service(client, Prompts(tokenizer, template), reader, config, form, named)
     routes = _routes(service)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
@@ -134,6 +138,9 @@ def _routes(service: Service) -> list[Route]:
         lifecycle.admit()
         length = client.info.max_model_len
         data = [_model(name, started, length) for name in service.reader.names]
+        for name, adapter in service.adapters.by_name.items():
+            model = _model(name, started, length)
+            data.append(model | {"root": adapter.lora_path, "parent": service.reader.names[0]})
         return JSONResponse({"object": "list", "data": data})
 
     posts = {
@@ -144,6 +151,9 @@ def _routes(service: Service) -> list[Route]:
         MESSAGES[1]: service.count_tokens,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
+        "/v1/load_lora_adapter": service.adapters.load,
+        "/v1/unload_lora_adapter": service.adapters.unload,
+        "/skyrl/v1/load_lora_adapter": service.adapters.replace,
     }
     return [
         Route("/", Page(), methods=["GET"]),
@@ -197,6 +207,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
                 model=model, defaults=texts.defaults, form=texts.form,
+                adapters=engine_config.adapters,
             )  # fmt: skip
             life = Life(
                 client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout
