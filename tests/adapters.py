@@ -1,14 +1,18 @@
-"""LoRA adapters of the tiny checkpoints, written by PEFT, and what transformers makes of them."""
+"""LoRA adapters of the tiny checkpoints: by PEFT, with what its model makes of them, or by hand."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import prompts, request, run, start, write_checkpoint
+from safetensors.torch import save_file
+from tiny import COMMON, write_checkpoint
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYERS = 3  # of which the last has experts, in both families
+SIZE, INNER, EXPERTS = COMMON["hidden_size"], COMMON["moe_intermediate_size"], 8
 
 
 @dataclass
@@ -19,19 +23,19 @@ class Oracle:
     model: torch.nn.Module
     adapters: dict[str, Path]
 
-    def logprobs(self, prompt: list[int], name: str | None) -> torch.Tensor:
+    def logprobs(self, token_ids: list[int], name: str | None) -> torch.Tensor:
         """FP32 [tokens, vocabulary] by an adapter, or by none."""
         with torch.no_grad():
             if name is None:
                 with self.model.disable_adapter():
-                    logits = self.model(torch.tensor([prompt])).logits[0]
+                    logits = self.model(torch.tensor([token_ids])).logits[0]
             else:
                 self.model.set_adapter(name)
-                logits = self.model(torch.tensor([prompt])).logits[0]
+                logits = self.model(torch.tensor([token_ids])).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
 
 
-def write_adapters(
+def write_by_peft(
     folder: Path, family: str, configs: dict[str, dict], *, scale: float = 0.3, **changes: object
 ) -> Oracle:
     """A checkpoint in `folder`/base, and adapters of these configs with random values beside it."""
@@ -50,5 +54,36 @@ def write_adapters(
             if "lora_" in path:
                 tensor.normal_(0, scale, generator=generator)
     model.save_pretrained(folder)
-    names = {name: folder if name == "default" else folder / name for name in configs}
-    return Oracle(folder / "base", model.eval(), names)
+    return Oracle(folder / "base", model.eval(), {name: folder / name for name in configs})
+
+
+def write_adapter(
+    folder: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], *, seed: int = 0,
+    scale: float = 0.5, **config: object,
+) -> Path:  # fmt: skip
+    """An adapter with random A and B of these shapes, by path below the layers."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"base_model.model.model.layers.{path}.lora_{side}.weight": scale
+        * torch.randn(shape, generator=generator)
+        for path, pair in shapes.items()
+        for side, shape in zip("AB", pair, strict=True)
+    }
+    write_files(folder, tensors, **config)
+    return folder
+
+
+def write_files(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> None:
+    """An adapter's two files."""
+    folder.mkdir(exist_ok=True)
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def attention(rank: int = 4) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes of an adapter of all queries and outputs."""
+    heads = COMMON["num_attention_heads"] * COMMON["head_dim"]
+    shapes = {f"{i}.self_attn.q_proj": ((rank, SIZE), (heads, rank)) for i in range(LAYERS)}
+    shapes |= {f"{i}.self_attn.o_proj": ((rank, heads), (SIZE, rank)) for i in range(LAYERS)}
+    return shapes

@@ -53,30 +53,32 @@ class Adapters:
         Requests that run go on with the new one from their next step on. `RequestError`: nothing
         has changed.
         """
-        known = self._known.get(request.lora_int_id)
-        if known is not None and not known.is_leaving and not request.load_inplace:
+        if request.lora_int_id in self and not request.load_inplace:
             raise RequestError(
-                f"adapter {known.request.lora_name!r} has the id {request.lora_int_id} already; "
-                f"load_inplace replaces it",
+                f"an adapter with the id {request.lora_int_id} is there already; load_inplace "
+                f"replaces it",
                 param="lora_int_id",
             )
         return self._read(request)
 
+    def __contains__(self, adapter_id: int) -> bool:
+        """Whether requests may come for it."""
+        known = self._known.get(adapter_id)
+        return known is not None and not known.is_leaving
+
     def unload(self, adapter_id: int) -> None:
         """Take no more requests for an adapter; those that are open keep it until they end."""
-        known = self._known.get(adapter_id)
-        if known is None or known.is_leaving:
+        if adapter_id not in self:
             raise RequestError(f"there is no adapter with the id {adapter_id}", param="lora_int_id")
-        known.is_leaving = True
+        self._known[adapter_id].is_leaving = True
         self._forget_if_over(adapter_id)
 
     def enter(self, request_id: str, adapter_id: int) -> None:
         """A request has come: its adapter is in host memory until it leaves. `RequestError`."""
-        known = self._known.get(adapter_id)
-        if known is None or known.is_leaving:
+        if adapter_id not in self:
             raise RequestError("the adapter of this request is not loaded", param="model")
         if adapter_id not in self._held:
-            self._read(known.request)
+            self._read(self._known[adapter_id].request)
         self._held.move_to_end(adapter_id)
         self._open[request_id] = adapter_id
 

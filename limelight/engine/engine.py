@@ -142,6 +142,10 @@ class Engine:
             raise RequestError(str(error), param="lora_path") from error
         self.scheduler.renew(adapter.lora_int_id, version)
 
+    def has_adapter(self, adapter_id: int) -> bool:
+        """Whether requests may come for it."""
+        return self.adapters is not None and adapter_id in self.adapters
+
     def unload_adapter(self, adapter_id: int) -> None:
         """Take no more requests for an adapter; those that are open end with it."""
         self._with_adapters().unload(adapter_id)
