@@ -74,13 +74,19 @@ class Adapters:
         self._forget_if_over(adapter_id)
 
     def enter(self, request_id: str, adapter_id: int) -> None:
-        """A request has come: its adapter is in host memory until it leaves. `RequestError`."""
+        """A request has come: its adapter is in host memory until it leaves. `ValueError` if it is
+        not loaded, or can no longer be read."""
         if adapter_id not in self:
             raise RequestError("the adapter of this request is not loaded", param="model")
-        if adapter_id not in self._held:
-            self._read(self._known[adapter_id].request)
-        self._held.move_to_end(adapter_id)
         self._open[request_id] = adapter_id
+        if adapter_id in self._held:
+            self._held.move_to_end(adapter_id)
+            return
+        try:
+            self._read(self._known[adapter_id].request)
+        except ValueError:
+            del self._open[request_id]
+            raise
 
     def leave(self, request_id: str) -> None:
         """A request has ended, if it had an adapter."""
