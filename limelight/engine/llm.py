@@ -267,8 +267,8 @@ class LLM:
         for adapter in dict.fromkeys(filter(None, each)):
             if adapter.load_inplace or not self.engine.has_adapter(adapter.lora_int_id):
                 self.engine.load_adapter(adapter)
-        for job, adapter in zip(jobs, each, strict=True):
-            adapter_id = 0 if adapter is None else adapter.lora_int_id
+        ids = [0 if adapter is None else adapter.lora_int_id for adapter in each]
+        for job, adapter_id in zip(jobs, ids, strict=True):
             job.requests = [replace(one, adapter_id=adapter_id) for one in job.requests]
 
     def _plain_job(self, prompt: Prompt, params: SamplingParams) -> Job:

@@ -6,7 +6,7 @@ a 404; requests that are open keep the adapter until they end.
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import msgspec
@@ -66,6 +66,7 @@ class NamedAdapters:
 
     async def load(self, call: Call, send: Send):
         """/v1/load_lora_adapter"""
+        self._check_may()
         fields = decode(call.body, LoadFields)
         in_place = bool(fields.load_inplace)
         await self._to_its_end(self._load(fields.lora_name, fields.lora_path, in_place=in_place))
@@ -73,12 +74,14 @@ class NamedAdapters:
 
     async def unload(self, call: Call, send: Send):
         """/v1/unload_lora_adapter"""
+        self._check_may()
         fields = decode(call.body, UnloadFields)
         await self._to_its_end(self._unload(fields.lora_name, fields.lora_int_id))
         await self._tell(send, fields.lora_name, "removed")
 
     async def replace(self, call: Call, send: Send):
         """/skyrl/v1/load_lora_adapter: load, or take the place of the one of that name."""
+        self._check_may()
         fields = decode(call.body, ReplaceFields)
         if fields.in_memory or fields.lora_path is None:
             raise RequestError(
@@ -95,9 +98,8 @@ class NamedAdapters:
         }  # fmt: skip
         await send_json(send, answer)
 
-    async def _to_its_end(self, work) -> LoRARequest:
-        self._check_may()
-        task = asyncio.ensure_future(work)
+    async def _to_its_end(self, work: Coroutine[object, object, LoRARequest]) -> LoRARequest:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)

@@ -8,9 +8,10 @@ import torch
 from adapters import ATTENTION, PARAMETERS, attention, write_adapter, write_by_peft
 from tiny import prompts, request, run, start, write_checkpoint
 
+from limelight import LLM
 from limelight.engine.adapters import Adapters
 from limelight.steps import AdapterMove
-from limelight.types import LoRARequest, RequestError
+from limelight.types import LoRARequest, RequestError, SamplingParams
 
 
 class Folders:
@@ -249,6 +250,25 @@ def test_without_room_adapters_are_refused(tmp_path):
         engine.load_adapter(adapter(1))
     (answer,) = run(engine, [asked(prompts(5)[0], 1)])
     assert "--enable-lora" in answer.last.refused
+
+
+def test_llm_takes_an_adapter_for_all_prompts_or_one_for_each(tmp_path):
+    write_checkpoint(tmp_path / "base", "flint", num_hidden_layers=3)
+    folder = write_adapter(tmp_path / "own", attention())
+    config = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
+    own, params = adapter(1, folder=str(folder)), SamplingParams(temperature=0.0, ignore_eos=True)
+    with LLM(str(tmp_path / "base"), enable_lora=True, **config) as llm:
+        both = prompts(9, 9)
+
+        def answers(lora_request):
+            outputs = llm.generate(both, params, lora_request=lora_request)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        without, adapted = answers(None), answers(own)
+        assert without != adapted
+        assert answers([own, None]) == [adapted[0], without[1]]
+        with pytest.raises(ValueError, match="1 adapters for 2 prompts"):
+            answers([own])
 
 
 @pytest.mark.parametrize("family", ["flint", "beam"])
