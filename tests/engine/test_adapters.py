@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters import ATTENTION, PARAMETERS, attention, write_adapter, write_by_peft
+from adapters import (
+    ATTENTION,
+    EXPERTS,
+    INNER,
+    PARAMETERS,
+    SIZE,
+    attention,
+    write_adapter,
+    write_by_peft,
+)
+from drafted import inject, knowing, start_drafted
 from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight import LLM
@@ -250,6 +260,46 @@ def test_without_room_adapters_are_refused(tmp_path):
         engine.load_adapter(adapter(1))
     (answer,) = run(engine, [asked(prompts(5)[0], 1)])
     assert "--enable-lora" in answer.last.refused
+
+
+def test_drafts_are_judged_with_the_adapter_of_their_request(folder, drafter, tmp_path):
+    room = {"enable_lora": True, "max_loras": 2}
+    plain, drafted = start(folder, **room), start_drafted(folder, drafter, **room)
+    for engine in (plain, drafted):
+        for number in (1, 2):
+            path = write_adapter(tmp_path / f"{number}", attention(), seed=number)
+            engine.load_adapter(adapter(number, folder=str(path)))
+    cases = [asked(text, number, max_tokens=20) for text in prompts(9, 40) for number in (0, 1, 2)]
+    expected = run(plain, cases)
+    known = {one.id: answer.token_ids for one, answer in zip(cases, expected, strict=True)}
+    inject(drafted, knowing(known, right=0.8))
+    answers = run(drafted, cases)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    assert drafted.stats().speculation.accepted > 0
+
+
+def test_ranks_that_share_a_model_share_its_adapters(tmp_path):
+    widths = {"moe_intermediate_size": INNER, "shared_expert_intermediate_size": 48}
+    write_checkpoint(tmp_path / "base", "flint", num_hidden_layers=3, **widths)
+    shapes = {
+        **attention(),
+        "2.mlp.experts.base_layer": ((4 * EXPERTS, SIZE), (2 * INNER, 4 * EXPERTS)),
+        "2.mlp.experts": ((4 * EXPERTS, INNER), (SIZE, 4 * EXPERTS)),
+        "2.mlp.shared_expert.up_proj": ((4, SIZE), (48, 4)),
+        "2.mlp.shared_expert.down_proj": ((4, 48), (SIZE, 4)),
+    }
+    config = {"target_parameters": PARAMETERS, "peft_version": "0.21.2"}
+    path = write_adapter(tmp_path / "own", shapes, scale=0.2, **config)
+    cases = [asked(text, number, max_tokens=6) for text in prompts(9, 30) for number in (0, 1)]
+    answers = []
+    for size in (1, 2):
+        engine = start(tmp_path / "base", enable_lora=True, tensor_parallel_size=size)
+        try:
+            engine.load_adapter(adapter(1, folder=str(path)))
+            answers.append([answer.token_ids for answer in run(engine, cases)])
+        finally:
+            engine.close()
+    assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
 def test_llm_takes_an_adapter_for_all_prompts_or_one_for_each(tmp_path):
