@@ -156,6 +156,9 @@ class EngineConfig:
     lora_dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", "precision of adapters; auto: that of the model; float32: as PEFT trains them"
     )
+    merge_lora_experts: bool = setting(
+        False, "add an adapter's part of routed experts to their weights, one adapter at a time"
+    )
     lora_modules: list[str] | None = setting(
         None, 'adapters to start with: name=folder, or JSON as {"name": ..., "path": ...}'
     )
@@ -196,8 +199,10 @@ class EngineConfig:
                 f"max_cpu_loras must be at least max_loras, {self.max_loras}; "
                 f"got {self.max_cpu_loras}"
             )
-        if self.lora_modules and not self.enable_lora:
-            raise ValueError("--lora-modules needs --enable-lora")
+        if (self.lora_modules or self.merge_lora_experts) and not self.enable_lora:
+            raise ValueError("--lora-modules and --merge-lora-experts need --enable-lora")
+        if self.merge_lora_experts and self.max_loras > 1:
+            raise ValueError("--merge-lora-experts serves one adapter at a time: --max-loras 1")
         names = [adapter.lora_name for adapter in self.adapters]
         if len(set(names)) < len(names):
             raise ValueError(f"--lora-modules names an adapter twice: {', '.join(names)}")

@@ -34,10 +34,20 @@ class Adapters:
     At most `max_loras` run in a step, each in a slot of the device, which it keeps until another
     one needs it. Host memory keeps the `max_cpu_loras` that were asked for last, and more only
     while requests for them are open; others are read again when they are asked for.
+
+    An engine that `merges` adapters with its weights has one slot, for which the base model, as the
+    adapter 0, is one of those that take turns.
     """
 
-    def __init__(self, reader: AdapterReader, *, max_loras: int, max_cpu_loras: int):
-        self.reader, self.max_cpu_loras = reader, max_cpu_loras
+    def __init__(
+        self,
+        reader: AdapterReader,
+        *,
+        max_loras: int,
+        max_cpu_loras: int,
+        merges: bool = False,
+    ):
+        self.reader, self.max_cpu_loras, self.merges = reader, max_cpu_loras, merges
         self._known: dict[int, Known] = {}
         self._held: OrderedDict[int, None] = OrderedDict()  # the one asked for last is the last
         self._slots: OrderedDict[int, int] = OrderedDict()  # of adapters, as recent
@@ -98,6 +108,10 @@ class Adapters:
         """What keys of the prefix cache name beside the id; 0 without an adapter."""
         return self._known[adapter_id].version if adapter_id else 0
 
+    def takes_slot(self, adapter_id: int) -> bool:
+        """Whether a sequence with this adapter, or 0, needs one."""
+        return self.merges or adapter_id != 0
+
     def has_room(self, adapter_id: int) -> bool:
         """Whether a sequence with this adapter can join those that run."""
         return adapter_id in self._slots or bool(self._free) or self._idle() is not None
@@ -131,7 +145,7 @@ class Adapters:
         assert all(count >= 0 for count in self._running.values())
         assert all(self._running[one] == 0 or one in self._slots for one in self._running)
         assert set(self._open.values()) <= self._held.keys() <= self._known.keys()
-        assert self._slots.keys() <= self._known.keys()
+        assert self._slots.keys() <= self._known.keys() | {0}
 
     def _idle(self) -> int | None:
         """The adapter in a slot that no sequence runs with, and that was used least lately."""

@@ -15,7 +15,7 @@ def make_room(config: EngineConfig, dtype: torch.dtype) -> AdapterRoom | None:
     if not config.enable_lora:
         return None
     own = dtype if config.lora_dtype == "auto" else DTYPES[config.lora_dtype]
-    return AdapterRoom(config.max_loras, config.max_lora_rank, own)
+    return AdapterRoom(config.max_loras, config.max_lora_rank, own, config.merge_lora_experts)
 
 
 def adapter_kinds(room: AdapterRoom | None) -> list[WeightKind]:
@@ -31,8 +31,9 @@ def start_adapters(config: EngineConfig, reader: AdapterReader) -> Adapters | No
     if not config.enable_lora:
         return None
     adapters = Adapters(
-        reader, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras or config.max_loras
-    )
+        reader, max_loras=config.max_loras, max_cpu_loras=config.max_cpu_loras or config.max_loras,
+        merges=config.merge_lora_experts,
+    )  # fmt: skip
     for adapter in config.adapters:
         try:
             adapters.load(adapter)

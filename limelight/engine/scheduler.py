@@ -243,8 +243,9 @@ class Scheduler:
         heappush(self._slots, sequence.slot)
         sequence.slot = None
         sequence.num_unsure = sequence.num_drafts = 0
-        if self.adapters is not None and sequence.request.adapter_id:
-            self.adapters.release(sequence.request.adapter_id)
+        adapter_id = sequence.request.adapter_id
+        if self.adapters is not None and self.adapters.takes_slot(adapter_id):
+            self.adapters.release(adapter_id)
         self.groups.release(sequence)
 
     def _admit_waiting(self, plan: StepPlan, spare: int):
@@ -268,11 +269,10 @@ class Scheduler:
 
     def _has_slot(self, sequence: Sequence) -> bool:
         """Whether its adapter, if it has one, can be in the step."""
-        adapter_id = sequence.request.adapter_id
-        if not adapter_id:
+        adapters, adapter_id = self.adapters, sequence.request.adapter_id
+        if adapters is None or not adapters.takes_slot(adapter_id):
             return True
-        assert self.adapters is not None
-        return self.adapters.has_room(adapter_id)
+        return adapters.has_room(adapter_id)
 
     def _affordable_hit(self, sequence: Sequence) -> Hit | None:
         """Its cached beginning, or None if there are too few free blocks for the rest."""
@@ -306,8 +306,10 @@ class Scheduler:
         self.running[sequence.slot] = sequence
         insort_right(self._ordered, sequence, key=self._order)
         adapter_slot = 0
-        if self.adapters is not None and request.adapter_id:
-            adapter_slot = self.adapters.acquire(request.adapter_id)
+        if self.adapters is not None and self.adapters.takes_slot(request.adapter_id):
+            slot = self.adapters.acquire(request.adapter_id)
+            # The base model has nothing beside its weights, whatever slot it takes.
+            adapter_slot = slot if request.adapter_id else 0
         output = list(sequence.output_token_ids)
         plan.admissions.append(Admission(sequence.slot, request, output, adapter_slot))
         if sequence.first_scheduled is None:

@@ -1,7 +1,8 @@
 """Room for LoRA adapters beside the projections of a model; `rl/lora.py` fills it.
 
 A placement that has an `AdapterRoom` lets it put an `Adapted` around each matrix that adapters may
-change, and the room keeps a `Site` for each projection by the path of its module.
+change, and the room keeps a `Site` for each projection by the path of its module. A room that
+merges has nothing beside routed experts: an adapter's part of these is added to the weights.
 """
 
 from collections.abc import Sequence
@@ -35,9 +36,10 @@ class Site:
     It has `inputs` and `outputs` channels in all, of which `columns` and `rows` are held. In the
     matrix its ranks begin at `first_rank` of A and at `first_column` of B, and its outputs at
     `first_row`; it takes `most` ranks. Of the projections of routed experts there are `experts`.
+    A matrix that is a tensor is to be merged with.
     """
 
-    matrix: Adapted
+    matrix: Adapted | torch.Tensor
     inputs: int
     outputs: int
     columns: slice
@@ -56,6 +58,7 @@ class AdapterRoom:
     slots: int
     max_rank: int
     dtype: torch.dtype
+    merges_experts: bool = False
     step: StepAdapters = field(default_factory=StepAdapters)
     sites: dict[str, Site] = field(default_factory=dict)
 
@@ -67,7 +70,7 @@ class AdapterRoom:
     @property
     def nbytes(self) -> int:
         matrices = {id(site.matrix): site.matrix for site in self.sites.values()}
-        return sum(matrix.nbytes for matrix in matrices.values())
+        return sum(matrix.nbytes for matrix in matrices.values() if isinstance(matrix, Adapted))
 
     def beside(
         self,
@@ -90,14 +93,23 @@ class AdapterRoom:
         ranks = len(parts) * self.rank
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         ends = [0, starts[-1]] if shared else starts
-        matrix = Adapted(
-            base=weight,
-            a=self._zeros(device, *front, ranks, take.stop - take.start),
-            b=self._zeros(device, *front, sum(sizes), ranks if shared else self.rank),
-            sizes=(sum(sizes),) if shared else tuple(sizes),
-            starts=torch.tensor(ends, dtype=torch.int32, device=device),
-            step=self.step,
-        )
+        matrix: Adapted | torch.Tensor
+        if shared and self.merges_experts:
+            if not isinstance(weight, torch.Tensor):
+                raise ValueError(
+                    f"{prefix}{parts[0].name} is NVFP4, with which no adapter can be merged: leave "
+                    f"--merge-lora-experts out"
+                )
+            matrix = weight
+        else:
+            matrix = Adapted(
+                base=weight,
+                a=self._zeros(device, *front, ranks, take.stop - take.start),
+                b=self._zeros(device, *front, sum(sizes), ranks if shared else self.rank),
+                sizes=(sum(sizes),) if shared else tuple(sizes),
+                starts=torch.tensor(ends, dtype=torch.int32, device=device),
+                step=self.step,
+            )
         for i, part in enumerate(parts):
             first = i * self.rank
             self.sites[prefix + part.name] = Site(

@@ -302,6 +302,27 @@ def test_ranks_that_share_a_model_share_its_adapters(tmp_path):
     assert answers[0] == answers[1] and answers[0][0] != answers[0][1]
 
 
+def test_merged_experts_serve_one_adapter_at_a_time_and_the_base_model_as_it_was(tmp_path):
+    write_checkpoint(tmp_path / "base", "flint", num_hidden_layers=3)
+    shapes = attention() | {
+        "2.mlp.experts.base_layer": ((4 * EXPERTS, SIZE), (2 * INNER, 4 * EXPERTS)),
+        "2.mlp.experts": ((4 * EXPERTS, INNER), (SIZE, 4 * EXPERTS)),
+    }
+    config = {"target_parameters": PARAMETERS, "peft_version": "0.21.2"}
+    beside = start(tmp_path / "base", enable_lora=True, max_loras=2)
+    merged = start(tmp_path / "base", enable_lora=True, merge_lora_experts=True)
+    for engine in (beside, merged):
+        for number in (1, 2):
+            path = write_adapter(tmp_path / f"{number}", shapes, seed=number, scale=0.2, **config)
+            engine.load_adapter(adapter(number, folder=str(path)))
+    cases = [asked(text, number) for text in prompts(20, 9) for number in (1, 0, 2)]
+    expected, answers = run(beside, cases), run(merged, cases)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
+    merged.unload_adapter(1)
+    assert run(merged, cases[1:2])[0].token_ids == expected[1].token_ids
+    merged.adapters.check()
+
+
 def test_llm_takes_an_adapter_for_all_prompts_or_one_for_each(tmp_path):
     write_checkpoint(tmp_path / "base", "flint", num_hidden_layers=3)
     folder = write_adapter(tmp_path / "own", attention())

@@ -49,3 +49,43 @@ def test_an_adapter_of_peft_gives_the_logits_of_peft(tmp_path, family, name):
     assert (found[:30] - oracle.logprobs(with_it, "own")).abs().max() < 1e-4
     assert (found[30:] - oracle.logprobs(without, None)).abs().max() < 1e-4
     assert (oracle.logprobs(with_it, "own") - oracle.logprobs(with_it, None)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["flint", "beam"])
+def test_merged_experts_are_the_weights_that_peft_computes_with(tmp_path, family):
+    configs = {
+        name: {"target_modules": [], "target_parameters": PARAMETERS} for name in ("one", "other")
+    }
+    oracle = write_by_peft(tmp_path, family, configs)
+    room = AdapterRoom(1, 8, torch.bfloat16, merges_experts=True)
+    place = Placement(Mesh.single(), torch.bfloat16, torch.device("cpu"), adapters=room)
+    model = load_model(oracle.folder, place, progress=Progress(quiet=True))
+    weights = {name: target.into for name, target in model.targets.items() if ".experts." in name}
+    base = {name: weight.clone() for name, weight in weights.items()}
+    bank = AdapterBank(room)
+    for number, name in enumerate(configs, 1):
+        bank.read(number, str(oracle.adapters[name]))
+    oracle.model.to(torch.bfloat16)
+    for number in (1, 2, 1, 0):
+        bank.place(number, 1)
+        for path, weight in weights.items():
+            module, kind, _ = path.rsplit(".", 2)
+            expected = base[path]
+            if number:
+                oracle.model.set_adapter(list(configs)[number - 1])
+                expected = computed(oracle.model, module, kind)
+            assert torch.equal(weight, expected), (path, number)
+
+
+def computed(model, module, kind):
+    """What PEFT's model multiplies with, for a tensor of ours."""
+    name = "down_proj" if kind == "down_proj" else "gate_up_proj"
+    wrapper = model.base_model.model.get_submodule(module)
+    while wrapper.parameter_name != name:
+        wrapper = wrapper.base_layer
+    lhs, rhs, scale = wrapper.get_delta_factors(wrapper.active_adapters[0])
+    weight = torch.baddbmm(wrapper.get_param(), lhs, rhs, alpha=scale)
+    if kind == "down_proj":
+        return weight
+    half = weight.shape[1] // 2
+    return weight[:, :half] if kind == "gate_proj" else weight[:, half:]
