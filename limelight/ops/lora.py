@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl
+from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl, stages
 from limelight.ops.fp4 import Weight
 
 Blocks = tuple[torch.Tensor, torch.Tensor]
@@ -195,9 +195,11 @@ def _expand_kernel(
         tl.store(at_MN, y_MN.to(onto.dtype.element_ty), mask=mask_MN)
 
 
-# Rows of a block, by the most rows; ranks and channels of a program, and channels in a loop.
+# Rows of a block, by the most rows; ranks and channels of a program.
 TILES = {64: 16, 2**31: 64}
-BLOCK_R, BLOCK_N, BLOCK_K = 32, 64, 128
+BLOCK_R, BLOCK_N = 32, 64
+# Channels in a loop, by the rows of a block.
+BLOCK_K = {16: 128, 2**31: 64}
 # So many channels of x a program where few programs would have them all.
 SHARE, MOST_SHARED = 512, 128
 
@@ -232,7 +234,8 @@ def launch_lora(
     options = {"COUNT": per_token, "BLOCK_M": block_m, "num_warps": 4, **pdl(x_XK)}
     _shrink_kernel[(count, cdiv(ranks, block_r), shares)](
         x_XK, adapters_T, a, u_XU, *table, rows, x_XK.stride(0), len(a), a.stride(0), share,
-        SIZE=width, RANKS=ranks, EACH=each, BLOCK_R=block_r, BLOCK_K=BLOCK_K, **options,
+        SIZE=width, RANKS=ranks, EACH=each, BLOCK_R=block_r, BLOCK_K=by_size(BLOCK_K, block_m),
+        num_stages=stages(x_XK, 3), **options,
     )  # fmt: skip
     _expand_kernel[(count, cdiv(max(sizes), BLOCK_N), len(sizes))](
         u_XU, adapters_T, b, starts, onto, *table, rows, shares, len(b), b.stride(0),

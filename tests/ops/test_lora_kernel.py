@@ -33,20 +33,20 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def compile_cases() -> list[Case]:
-    cases = []
-    for rows in (1, 64, 2048):
-        for dtype in (torch.bfloat16, torch.float32):
-            for _, size, sizes, rank, adapters in MODELS:
-                weight = adapted(
-                    meta(sum(sizes), size),
-                    meta(adapters, len(sizes) * rank, size, dtype=dtype),
-                    meta(adapters, sum(sizes), rank, dtype=dtype), sizes, meta_step(rows),
-                )  # fmt: skip
-                x = meta(rows, size)
-                cases.append(
-                    Case(f"project T{rows} {sizes}", lambda x=x, w=weight: project.kernel(x, w))
-                )
-        cases.append(Case(f"moe T{rows}", lambda rows=rows: of_experts(rows)))
+    kinds = ((1, torch.bfloat16), (2048, torch.bfloat16), (2048, torch.float32))
+    cases = [
+        Case(f"moe T{rows}", lambda rows=rows, dtype=dtype: of_experts(rows, dtype))
+        for rows, dtype in kinds
+    ]
+    for rows, dtype in ((1, torch.bfloat16), (64, torch.float32), (2048, torch.bfloat16)):
+        for _, size, sizes, rank, adapters in MODELS[:2]:
+            weight = adapted(
+                meta(sum(sizes), size),
+                meta(adapters, len(sizes) * rank, size, dtype=dtype),
+                meta(adapters, sum(sizes), rank, dtype=dtype), sizes, meta_step(rows),
+            )  # fmt: skip
+            args = meta(rows, size), weight
+            cases.append(Case(f"project T{rows} {sizes}", lambda args=args: project.kernel(*args)))
     return cases
 
 
@@ -54,15 +54,15 @@ def meta_step(rows):
     return StepAdapters(meta(rows, dtype=torch.int32))
 
 
-def of_experts(rows, experts=256, size=2048, inner=512, count=6, rank=16):
+def of_experts(rows, dtype, experts=256, size=2048, inner=512, count=6, rank=16):
     step = meta_step(rows)
     gate_up = adapted(
-        meta(experts, 2 * inner, size), meta(2, experts, 2 * rank, size),
-        meta(2, experts, 2 * inner, 2 * rank), (2 * inner,), step,
+        meta(experts, 2 * inner, size), meta(2, experts, 2 * rank, size, dtype=dtype),
+        meta(2, experts, 2 * inner, 2 * rank, dtype=dtype), (2 * inner,), step,
     )  # fmt: skip
     down = adapted(
-        meta(experts, size, inner), meta(2, experts, rank, inner), meta(2, experts, size, rank),
-        (size,), step,
+        meta(experts, size, inner), meta(2, experts, rank, inner, dtype=dtype),
+        meta(2, experts, size, rank, dtype=dtype), (size,), step,
     )  # fmt: skip
     weights = meta(rows, count, dtype=torch.float32)
     ids = meta(rows, count, dtype=torch.int64)
