@@ -9,6 +9,12 @@ import torch
 from safetensors.torch import save_file
 from tiny import COMMON, write_checkpoint
 
+from limelight.checkpoint import locate
+from limelight.models.adapters import AdapterRoom
+from limelight.models.layers import Placement
+from limelight.models.loader import build, read_config
+from limelight.parallel.mesh import Mesh
+
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYERS = 3  # of which the last has experts, in both families
@@ -87,3 +93,28 @@ def attention(rank: int = 4) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]
     shapes = {f"{i}.self_attn.q_proj": ((rank, SIZE), (heads, rank)) for i in range(LAYERS)}
     shapes |= {f"{i}.self_attn.o_proj": ((rank, heads), (SIZE, rank)) for i in range(LAYERS)}
     return shapes
+
+
+def write_whole(folder: Path, model: str, *, seed: int, rank: int = 8, scale: float = 0.05) -> Path:
+    """An adapter of all that can be adapted in a model; the experts as PEFT writes them."""
+    room = AdapterRoom(slots=1, max_rank=rank, dtype=torch.float32)
+    place = Placement(
+        Mesh.single(), torch.float32, torch.device("cpu"), outline=True, adapters=room
+    )
+    build(*read_config(locate(model)), place)
+    shapes = {}
+    for path, site in room.sites.items():
+        name = path.removeprefix("model.layers.")
+        experts, _, kind = name.rpartition(".")
+        if site.experts is None:
+            shapes[name] = (rank, site.inputs), (site.outputs, rank)
+        elif kind == "gate_proj":
+            flat = rank * site.experts
+            shapes[f"{experts}.base_layer"] = (flat, site.inputs), (2 * site.outputs, flat)
+        elif kind == "down_proj":
+            flat = rank * site.experts
+            shapes[experts] = (flat, site.inputs), (site.outputs, flat)
+    return write_adapter(
+        folder, shapes, seed=seed, scale=scale, r=rank, lora_alpha=2 * rank,
+        target_parameters=PARAMETERS, peft_version="0.21.2",
+    )  # fmt: skip
