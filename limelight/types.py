@@ -267,6 +267,7 @@ class Sequence:
     num_shared: int = 0  # leading positions that another sequence had before, cached or not
     num_preemptions: int = 0
     adapter_version: int = 0  # by which its blocks are found
+    num_overtaken: int = 0  # steps for which it found no slot for its adapter
     first_scheduled: float | None = None
 
     @property

@@ -12,6 +12,8 @@ from limelight.types import Sequence
 
 # Of a step's tokens drafts have one of so many where a prompt is waiting for them.
 DRAFT_SHARE = 4
+# Steps for which who waits for a slot of its adapter is overtaken by those whose adapters have one.
+MOST_OVERTAKEN = 256
 
 
 class SchedulerStats(TypedDict):
@@ -250,10 +252,15 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, spare: int):
         """Let sequences in while there are slots, tokens, and blocks for all that they know."""
-        groups, passed = self.groups, 0
+        groups, passed, no_slots = self.groups, 0, False
         while spare > 0 and self._slots and passed < min(len(self._waiting), self.max_num_seqs):
             sequence = self._waiting[passed]
-            if not self._has_slot(sequence) or self._prefix_in_the_making(sequence):
+            if not self._has_slot(sequence, none_left=no_slots):
+                passed += 1
+                sequence.num_overtaken += 1
+                no_slots |= sequence.num_overtaken > MOST_OVERTAKEN
+                continue
+            if self._prefix_in_the_making(sequence):
                 passed += 1
                 continue
             if (hit := self._affordable_hit(sequence)) is None:
@@ -267,12 +274,12 @@ class Scheduler:
             if sequence.num_computed + count < sequence.num_tokens:
                 break
 
-    def _has_slot(self, sequence: Sequence) -> bool:
+    def _has_slot(self, sequence: Sequence, *, none_left: bool) -> bool:
         """Whether its adapter, if it has one, can be in the step."""
         adapters, adapter_id = self.adapters, sequence.request.adapter_id
         if adapters is None or not adapters.takes_slot(adapter_id):
             return True
-        return adapters.has_room(adapter_id)
+        return not none_left and adapters.has_room(adapter_id)
 
     def _affordable_hit(self, sequence: Sequence) -> Hit | None:
         """Its cached beginning, or None if there are too few free blocks for the rest."""

@@ -48,7 +48,7 @@ class RowAdapters:
 
     def begin(self, grants: Iterable[Grant]) -> None:
         """A step of these comes next."""
-        self.in_step = any(self.host[grant.slot] for grant in grants)
+        self.in_step = self.has_room and any(self.host[grant.slot] for grant in grants)
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from drafted import inject, knowing, start_drafted
 from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight import LLM
+from limelight.engine import scheduler
 from limelight.engine.adapters import Adapters
 from limelight.steps import AdapterMove
 from limelight.types import LoRARequest, RequestError, SamplingParams
@@ -197,6 +198,24 @@ def test_more_adapters_than_slots_take_turns(tmp_path):
     answers = run(engine, [asked(prompt, number) for number in (1, 2, 3, 1, 2, 3)])
     assert [answer.token_ids for answer in answers] == alone * 2
     engine.adapters.check()
+
+
+def test_who_waits_for_a_slot_is_not_overtaken_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler, "MOST_OVERTAKEN", 10)
+    write_checkpoint(tmp_path / "base", "flint", num_hidden_layers=3)
+    engine = start(tmp_path / "base", enable_lora=True, max_loras=1)
+    (prompt,) = prompts(5)
+    for number in (1, 2):
+        folder = write_adapter(tmp_path / f"{number}", attention(), seed=number)
+        engine.load_adapter(adapter(number, folder=str(folder)))
+    waiting, served = asked(prompt, 2, max_tokens=2), False
+    engine.add(asked(prompt, 1, max_tokens=4))
+    engine.add(waiting)
+    for _ in range(40):
+        # There is always one more of the other adapter.
+        engine.add(asked(prompt, 1, max_tokens=4))
+        served |= any(output.request_id == waiting.id for output in engine.step())
+    assert served
 
 
 def test_nobody_finds_the_prefix_of_another_adapter_or_of_an_older_one(served):

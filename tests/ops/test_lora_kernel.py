@@ -150,8 +150,13 @@ def test_experts_add_what_each_rows_adapter_does(case, place):
     assert not torch.allclose(expected[0], plain[0], rtol=1e-2, atol=1e-2)
 
 
-def test_experts_in_four_bits_can_have_adapters():
-    y, gate_up, down, weights, ids = experts((9, 64, 4, 2, 32, False), ("cpu", torch.float32))
+@pytest.mark.parametrize("rows, count", [
+    pytest.param(9, 4, id="decoded"), pytest.param(80, 2, id="unpacked", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_experts_in_four_bits_can_have_adapters(rows, count):
+    y, gate_up, down, weights, ids = experts(
+        (rows, 64, count, 2, 32, False), ("cpu", torch.float32)
+    )
     generator = torch.Generator().manual_seed(0)
     gate_up, down = (
         replace(one, base=random_fp4(*one.shape, generator=generator, spread=1.0))
