@@ -11,8 +11,9 @@ from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
+from limelight.lora import check_room, read_modules
 from limelight.speculative import SpeculativeConfig
-from limelight.types import LoRARequest
+from limelight.types import LogprobsMode, LoRARequest
 
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
@@ -20,6 +21,12 @@ ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
     "allow_runtime_lora_updating": (
         "LIMELIGHT_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    ),
+    "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
+    "admin_api_key": ("LIMELIGHT_ADMIN_API_KEY",),
+    "enable_rl": ("LIMELIGHT_ENABLE_RL", "VLLM_SERVER_DEV_MODE"),
+    "enable_pickled_ipc_handles": (
+        "LIMELIGHT_ENABLE_PICKLED_IPC_HANDLES", "VLLM_ALLOW_INSECURE_SERIALIZATION",
     ),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
     "beam_always_constrain_output": (
@@ -38,7 +45,6 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "enable_in_reasoning": (False,),
 }
 PARSERS = ("glm47", "beam")
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
 
 
@@ -90,18 +96,30 @@ def check_parsers(reasoning: str | None, calls: str | None):
         )
 
 
-def _adapter(text: str, adapter_id: int) -> LoRARequest:
-    """What an entry of --lora-modules says."""
-    name, _, path = text.partition("=")
-    if text.lstrip().startswith("{"):
-        try:
-            given = json.loads(text)
-            name, path = given["name"], given["path"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"--lora-modules: {text!r:.80} has no name and path") from error
-    if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
-        raise ValueError(f"--lora-modules takes name=folder, got {text!r:.80}")
-    return LoRARequest(name, adapter_id, path)
+@dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """How new weights come from a trainer, which may take `seconds` for each part of it."""
+
+    backend: Literal["nccl", "gloo", "ipc"] | None = None
+    seconds: float = 300.0
+
+    @classmethod
+    def of(cls, given: dict[str, object], *, pickled: bool) -> "WeightTransfer":
+        """`ValueError` for what --weight-transfer-config does not have."""
+        flag = "--weight-transfer-config"
+        for key in given:
+            if key not in ("backend", "timeout"):
+                raise ValueError(f"{flag} has no key {key!r}; it has backend, timeout (seconds)")
+        backend, seconds = given.get("backend", "nccl" if given else None), given.get("timeout")
+        if backend not in (None, "nccl", "gloo", "ipc"):
+            raise ValueError(f"{flag}: backend must be nccl, gloo or ipc; got {backend!r}")
+        if backend == "ipc" and not pickled:
+            raise ValueError(f"{flag}: backend ipc needs --enable-pickled-ipc-handles")
+        if seconds is None:
+            return cls(backend)
+        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+            raise ValueError(f"{flag}: timeout must be a number of seconds; got {seconds!r}")
+        return cls(backend, float(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +161,19 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
     )
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "raw: log-probabilities of the model; processed: of what tokens are drawn from, behind "
+        "penalties, masks, temperature and cut-offs; or the logits of either",
+    )
+    enable_return_routed_experts: bool = setting(
+        False, "return with each answer the experts that its tokens went to, for routing replay"
+    )
+    batch_invariant: bool = setting(
+        False,
+        "results of a request that do not depend on what else is computed with it, bit for bit; "
+        "slower",
+    )
     enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"
@@ -163,6 +194,12 @@ class EngineConfig:
         None, 'adapters to start with: name=folder, or JSON as {"name": ..., "path": ...}'
     )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
+    weight_transfer_config: dict[str, object] | None = setting(
+        None, 'JSON object that lets a trainer send new weights: {"backend": "nccl"}'
+    )
+    enable_pickled_ipc_handles: bool = setting(
+        False, "take CUDA IPC handles, by which a client chooses what memory is mapped"
+    )
     speculative_config: dict[str, object] | None = setting(
         None,
         "JSON object about drafting, in vLLM's keys; default: the drafter that is bundled with the "
@@ -184,6 +221,14 @@ class EngineConfig:
             kv_cache_memory_bytes=1, tensor_parallel_size=1, max_loras=1, max_cpu_loras=1,
         )  # fmt: skip
         self._check_adapters()
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                "batch_invariant takes at most 2 ranks: in what order more are summed depends on "
+                "how much is summed at once"
+            )
+        WeightTransfer.of(
+            self.weight_transfer_config or {}, pickled=self.enable_pickled_ipc_handles
+        )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; "
@@ -191,26 +236,31 @@ class EngineConfig:
             )
 
     def _check_adapters(self):
-        if self.max_lora_rank not in LORA_RANKS:
-            ranks = ", ".join(map(str, LORA_RANKS))
-            raise ValueError(f"max_lora_rank must be one of {ranks}; got {self.max_lora_rank!r}")
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(
-                f"max_cpu_loras must be at least max_loras, {self.max_loras}; "
-                f"got {self.max_cpu_loras}"
-            )
-        if (self.lora_modules or self.merge_lora_experts) and not self.enable_lora:
+        check_room(
+            max_rank=self.max_lora_rank, max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras, merges=self.merge_lora_experts,
+        )  # fmt: skip
+        if (self.adapters or self.merge_lora_experts) and not self.enable_lora:
             raise ValueError("--lora-modules and --merge-lora-experts need --enable-lora")
-        if self.merge_lora_experts and self.max_loras > 1:
-            raise ValueError("--merge-lora-experts serves one adapter at a time: --max-loras 1")
-        names = [adapter.lora_name for adapter in self.adapters]
-        if len(set(names)) < len(names):
-            raise ValueError(f"--lora-modules names an adapter twice: {', '.join(names)}")
+        if self.enable_lora and self.batch_invariant:
+            raise ValueError("batch_invariant does not hold with adapters: leave --enable-lora out")
+        if self.merge_lora_experts and self.weight_transfer_config:
+            raise ValueError(
+                "new weights would not be those that adapters are merged with: give "
+                "--weight-transfer-config or --merge-lora-experts"
+            )
 
     @property
     def adapters(self) -> list[LoRARequest]:
-        """Those to start with; their ids go from 1 on."""
-        return [_adapter(text, i) for i, text in enumerate(self.lora_modules or (), 1)]
+        """Those to start with."""
+        return read_modules(self.lora_modules or ())
+
+    @property
+    def weight_transfer(self) -> WeightTransfer:
+        """How new weights come, if at all."""
+        return WeightTransfer.of(
+            self.weight_transfer_config or {}, pickled=self.enable_pickled_ipc_handles
+        )
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -235,6 +285,12 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = setting(8000, "port to listen on; 0: any free one")
     api_key: list[str] | None = setting(None, "keys that a client may bring; default: no key")
+    enable_rl: bool = setting(
+        False, "let a trainer pause the engine, have it sleep, and send new weights"
+    )
+    admin_api_key: list[str] | None = setting(
+        None, "keys for what --enable-rl adds; default: as for all else"
+    )
     served_model_name: list[str] | None = setting(
         None, "names that requests may use; the first is reported; default: the model's"
     )
@@ -315,6 +371,8 @@ class ServerConfig:
             raise ValueError(f"port must be at most 65535; got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
+        if self.ray and self.enable_rl:
+            raise ValueError("--enable-rl is not supported with --ray; -dp N is")
         if not self.ray and (self.replicas > 1 or self.max_replicas is not None):
             raise ValueError("--replicas and --max-replicas need --ray; -dp N needs no Ray")
         if self.max_replicas is not None and self.max_replicas < self.replicas:

@@ -26,16 +26,16 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.types import ASGIApp
 
 from limelight.config import EngineConfig, ServerConfig
-from limelight.engine.client import EngineClient, EngineDead, EngineStatus
+from limelight.engine.client import EngineClient, EngineDead, EngineStatus, OrderFailed
 from limelight.engine.router import OPEN, Beginnings, draw, pieces_of
+from limelight.orders import EngineState, Order
 from limelight.server.http import REPLICA
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import LoRARequest, Output, Request, RequestError
+from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 NAME = "limelight"
 # A request that has had no word yet is given to so many engines: it may be what they die of.
-NO_LOADS = "with --ray adapters come with the start: name them with --lora-modules"
 TRIES = 3
 SECONDS_BETWEEN_CHECKS, SECONDS_OF_A_CHECK, SECONDS_BETWEEN_LOOKS = 2.0, 10.0, 0.1
 # More requests than one engine has room for wait in it, and more still in the fronts.
@@ -97,6 +97,14 @@ class Engines:
         phase = "starting" if self._info is None else "ready"
         return EngineStatus(phase, 100.0 * (phase == "ready"), True, "")
 
+    @property
+    def state(self) -> EngineState:
+        return EngineState()
+
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """None reaches the engines, which Ray starts and ends as it likes."""
+        raise OrderFailed("engines of Ray Serve take no orders", refused=True)
+
     async def start(self) -> None:
         """Wait for the first engine."""
         self._info = await self.handle.describe.remote()
@@ -104,11 +112,9 @@ class Engines:
     async def close(self) -> None:
         """Engines end with their replicas."""
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
-        raise RequestError(NO_LOADS)
-
-    async def unload_adapter(self, adapter_id: int) -> None:
-        raise RequestError(NO_LOADS)
+    def abort(self, request_id: str) -> None:
+        """A request ends with its stream here, and what needs more is refused at the start."""
+        raise NotImplementedError("no engine can be told by its request's id")
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The outputs of a request. While it has had none, an engine that goes is made good by
@@ -156,7 +162,7 @@ class Front:
         return create_app(
             self.engines, texts.tokenizer, texts.template, self.server,
             model=self.engine.model, defaults=texts.defaults, form=texts.form,
-            adapters=self.engine.adapters,
+            engine=self.engine,
         )  # fmt: skip
 
 
@@ -208,6 +214,8 @@ def application(engine: EngineConfig, server: ServerConfig) -> serve.Application
             "with --ray, --replicas says how many engines there are, and Ray starts dead ones "
             "anew: leave --data-parallel-size and --restart-engine out"
         )
+    if engine.enable_return_routed_experts:
+        raise ValueError("--enable-return-routed-experts is not supported with --ray")
     ranks, room = engine.tensor_parallel_size, engine.max_num_seqs
     gpus = ranks if engine.device != "cpu" and ray.cluster_resources().get("GPU") else 0
     most = server.max_replicas or server.replicas

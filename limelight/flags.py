@@ -33,6 +33,8 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--enable-log-requests": (0, "the texts of requests are never logged"),
     "--enable-mixed-moe-lora-format": (0, "every layout of an adapter file is read"),
     "--fully-sharded-loras": (0, "adapters are divided as the weights beside them are"),
+    "--enable-scale-out": (0, "the routes that it enables are always there"),
+    "--enable-sleep-mode": (0, "with --enable-rl the engine can always be put to sleep"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
     "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
     "--moe-backend": (1, "the engine chooses its own kernels"),
@@ -63,7 +65,6 @@ BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # vLLM's flags of features that are still to come, and values of flags that we have.
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
-    "--batch-invariant": (),
     "--cpu-offload-gb": (),
     "--download-dir": (),
     "--enable-expert-parallel": ("-ep",),

@@ -11,7 +11,9 @@ LEVELS = [
     {
         "config",
         "types",
+        "lora",
         "metrics",
+        "orders",
         "checkpoint",
         "progress",
         "speculative",

@@ -18,9 +18,10 @@ import zmq
 import zmq.asyncio
 
 from limelight.config import EngineConfig
-from limelight.engine.process import AdapterOrder, Command, Report
+from limelight.engine.process import Command, Report
+from limelight.orders import Asked, EngineState, Order, Reply
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import LoRARequest, Output, Request, RequestError
+from limelight.types import Output, Request
 
 logger = logging.getLogger(__name__)
 # A sign of life comes every second; a busy machine may delay some.
@@ -46,6 +47,14 @@ class EngineStatus:
     detail: str
 
 
+class OrderFailed(RuntimeError):
+    """An order was not carried out; `refused` if there was something wrong with the order."""
+
+    def __init__(self, text: str, *, refused: bool):
+        super().__init__(text)
+        self.refused = refused
+
+
 class Served(Protocol):
     """What a server needs of its engine, or of all of them; `stats` are those of each."""
 
@@ -55,10 +64,12 @@ class Served(Protocol):
     def stats(self) -> Sequence[EngineStats]: ...
     @property
     def status(self) -> EngineStatus: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def order(self, order: Order) -> list[dict[str, object]]: ...
     async def start(self) -> None: ...
     def submit(self, request: Request) -> AsyncGenerator[Output, None]: ...
-    async def load_adapter(self, adapter: LoRARequest) -> None: ...
-    async def unload_adapter(self, adapter_id: int) -> None: ...
+    def abort(self, request_id: str) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -68,15 +79,15 @@ class EngineClient:
     def __init__(self, config: EngineConfig, env: Mapping[str, str] = NOTHING):
         """`env` is what the process has in its environment beside what this one has."""
         self.config, self.env = config, env
-        self.stats = EngineStats()
+        self.stats, self.state = EngineStats(), EngineState()
         self._info: ModelInfo | None = None
         self._ready = asyncio.Event()
         self._fault: str | None = None
         self._report = Report(phase="starting", percent=0.0)
         self._last_beat = time.monotonic()
         self._queues: dict[str, asyncio.Queue[Output | EngineDead]] = {}
-        self._orders: dict[int, asyncio.Future[None]] = {}
-        self._tickets = itertools.count()
+        self._orders: dict[int, asyncio.Future[Reply]] = {}
+        self._order_ids = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="limelight-"))
         self._context = zmq.asyncio.Context()
         # What a dead engine has not read must not hold up the end of this process.
@@ -165,28 +176,24 @@ class EngineClient:
         if self._fault is None:
             self._send(Command(abort=[request_id]))
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
-        """Have the engine read an adapter; `RequestError` if it cannot."""
-        await self._order(load=adapter)
-
-    async def unload_adapter(self, adapter_id: int) -> None:
-        """Have the engine take no more requests for an adapter; `RequestError` if it has none."""
-        await self._order(unload=adapter_id)
-
-    def remember(self, adapter: LoRARequest) -> None:
-        """Have the engine read an adapter once it has started; nobody waits for it."""
-        self._send(Command(adapters=[AdapterOrder(next(self._tickets), adapter)]))
-
-    async def _order(self, *, load: LoRARequest | None = None, unload: int | None = None) -> None:
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """Have an order carried out; its result. Raises `OrderFailed`, `EngineDead`."""
         if self._fault is not None:
             raise EngineDead(self._fault)
-        ticket = next(self._tickets)
-        future = self._orders[ticket] = asyncio.get_running_loop().create_future()
+        id = next(self._order_ids)
+        future = self._orders[id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Command(adapters=[AdapterOrder(ticket, load, unload)]))
-            await future
+            self._send(Command(asked=[Asked(id, order)]))
+            reply = await future
         finally:
-            del self._orders[ticket]
+            del self._orders[id]
+        if (fault := reply.refused or reply.failed) is not None:
+            raise OrderFailed(fault, refused=reply.refused is not None)
+        return [reply.result]
+
+    def tell(self, order: Order) -> None:
+        """Have an order carried out once the engine has started; nobody hears what came of it."""
+        self._send(Command(asked=[Asked(next(self._order_ids), order)]))
 
     async def close(self) -> None:
         """End the process and everything that belongs to it."""
@@ -218,20 +225,16 @@ class EngineClient:
                 logger.warning("ignoring a message that is not a report: %s", error)
                 continue
             self._last_beat, self._report = time.monotonic(), report
-            self.stats = report.stats or self.stats
+            self.stats, self.state = report.stats or self.stats, report.state or self.state
             if report.info is not None:
                 self._info = report.info
                 self._ready.set()
             for output in report.outputs:
                 if output.request_id in self._queues:
                     self._queues[output.request_id].put_nowait(output)
-            for reply in report.adapters:
-                if (order := self._orders.get(reply.ticket)) is None or order.done():
-                    continue
-                if reply.refused is None:
-                    order.set_result(None)
-                else:
-                    order.set_exception(RequestError(reply.refused, param=reply.param))
+            for reply in report.replies:
+                if reply.id in self._orders and not self._orders[reply.id].done():
+                    self._orders[reply.id].set_result(reply)
             if report.fault is not None:
                 self._die(report.fault)
 

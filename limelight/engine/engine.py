@@ -4,12 +4,14 @@ A request with a constraint waits outside the scheduler until its grammar is the
 """
 
 import logging
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from limelight.engine.adapters import Adapters
 from limelight.engine.drafting import Drafting
+from limelight.engine.routing import Routing, Told
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
 from limelight.steps import Grant, Sampled, StepPlan, StepResult
@@ -25,6 +27,8 @@ from limelight.types import (
 )
 
 logger = logging.getLogger(__name__)
+# What `server/preparing.py` and `engine/front.py` add to the id that a client knows.
+OF_CLIENT = re.compile(r"(-[0-9a-f]{8}-[0-9]+)?(-[0-9]+)?$")
 # With nothing to do but to wait for a grammar, a step takes no longer than this.
 SECONDS_OF_WAITING = 0.005
 
@@ -100,22 +104,29 @@ class Engine:
         grammars: Grammars | None = None,
         drafting: Drafting | None = None,
         ranks: Closing | None = None,
+        routing: Routing | None = None,
         adapters: Adapters | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks = grammars, drafting, ranks
-        self.adapters = adapters
+        self.routing, self.adapters = routing, adapters
+        # Last outputs, whose rows of routing are on their way: told a step later.
+        self.late: list[tuple[Output, Told]] = []
         self.refusals: list[Output] = []  # of requests that came for an adapter that is not there
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.steps = self.step_tokens = 0
+        self.held = False  # no step is begun; see engine/control.py
+        self.weight_version = "0"
 
     @property
     def has_work(self) -> bool:
-        waiting = self.compiling or self.refusals
-        return self.scheduler.has_work or self.under_way is not None or bool(waiting)
+        """Whether a step would bring anything on."""
+        runs = self.scheduler.has_work and not self.held
+        waits = self.compiling or self.late or self.refusals
+        return runs or self.under_way is not None or bool(waits)
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
@@ -170,11 +181,32 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request at once; its last output, or None if it is not here any more."""
+        told = self._routed_so_far(request_id)
         compiling = self.compiling.pop(request_id, None)
         if compiling is None and self.scheduler.abort(request_id) is None:
             return None
         self._forget(request_id)
-        return Output(request_id=request_id, token_ids=[], finish_reason="abort")
+        return Output(
+            request_id=request_id,
+            token_ids=[],
+            finish_reason="abort",
+            routed_experts=None if told is None else told.result(),
+        )
+
+    def _routed_so_far(self, request_id: str) -> Told | None:
+        """The rows of a request that is to be forgotten, if it has made a token."""
+        sequence = self.scheduler.find(request_id)
+        if self.routing is None or sequence is None or not sequence.output_token_ids:
+            return None
+        return self.routing.take(sequence)
+
+    def abort_all(self, ids: list[str] | None = None) -> list[Output]:
+        """End all requests, or those of which a client has these ids; the last output of each."""
+        known = [*self.scheduler.request_ids, *self.compiling]
+        if ids is not None:
+            names = frozenset(ids)
+            known = [id for id in known if id in names or OF_CLIENT.sub("", id) in names]
+        return [output for id in known if (output := self.abort(id)) is not None]
 
     def stats(self) -> EngineStats:
         """The state after a step; who waits for a grammar waits."""
@@ -200,9 +232,18 @@ class Engine:
 
         Raises `DeviceLost` when no later step could do better.
         """
+        late, self.late = self.late, []
+        outputs = self._make_step()
+        return outputs + [replace(last, routed_experts=told.result()) for last, told in late]
+
+    def _make_step(self) -> list[Output]:
         outputs, self.refusals = self.refusals, []
         outputs += self._take_grammars()
+        if self.held:
+            return outputs + self.settle()
         plan = self.scheduler.schedule()
+        if self.routing is not None:
+            self._follow(self.routing, plan)
         if self.drafting is not None and plan.grants:
             plan = self.drafting.decide(plan)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
@@ -220,12 +261,24 @@ class Engine:
             step, self.under_way = self.under_way, step
         return outputs + self._settle_all(step) if step is not None else outputs
 
+    def _follow(self, routing: Routing, plan: StepPlan) -> None:
+        """Keep the rows of who gave blocks back, before this plan writes into them."""
+        for sequence, blocks, computed in self.scheduler.preempted:
+            routing.keep(sequence, blocks, computed)
+        for admission in plan.admissions:
+            routing.go_on(self.scheduler.running[admission.slot])
+
+    def settle(self) -> list[Output]:
+        """Wait for the step under way, if there is one; what it brought."""
+        step, self.under_way = self.under_way, None
+        return [] if step is None else self._settle_all(step)
+
     def _take_grammars(self) -> list[Output]:
         """Queue the requests whose grammars are there by now; what is told to those without."""
         outputs: list[Output] = []
         if self.grammars is None or not self.compiling:
             return outputs
-        idle = not self.scheduler.has_work and self.under_way is None
+        idle = (self.held or not self.scheduler.has_work) and self.under_way is None
         for decided in self.grammars.decided(seconds=SECONDS_OF_WAITING if idle else 0.0):
             request = decided.request
             del self.compiling[request.id]
@@ -242,6 +295,8 @@ class Engine:
         self.prompt_logprobs.pop(request_id, None)
         if self.adapters is not None:
             self.adapters.leave(request_id)
+        if self.routing is not None:
+            self.routing.forget(request_id)
         if self.grammars is not None:
             self.grammars.forget(request_id)
 
@@ -310,11 +365,9 @@ class Engine:
             finish_reason = "stop"
         self.scheduler.settle(sequence, grant, sampled.num_accepted)
         prompt_logprobs = self.prompt_logprobs.pop(request.id, None) if first else None
-        if finish_reason is not None:
-            self.scheduler.finish(sequence)
-            self._forget(request.id)
         started = sequence.first_scheduled or request.arrival
-        return Output(
+        told, sequence.weight_version = sequence.weight_version, self.weight_version
+        output = Output(
             request_id=request.id,
             token_ids=sampled.token_ids[:count],
             logprobs=sampled.logprobs and sampled.logprobs[:count],
@@ -323,7 +376,19 @@ class Engine:
             stop_reason=stop_reason,
             num_cached=sequence.num_cached,
             queued_seconds=max(0.0, started - request.arrival),
+            weight_version=None if told == self.weight_version else self.weight_version,
         )
+        return output if finish_reason is None else self._finish(sequence, output)
+
+    def _finish(self, sequence: Sequence, output: Output) -> Output | None:
+        """Take out a sequence that has ended; with rows of routing its last output comes later."""
+        told = None if self.routing is None else self.routing.take(sequence)
+        self.scheduler.finish(sequence)
+        self._forget(sequence.request.id)
+        if told is None:
+            return output
+        self.late.append((output, told))
+        return None
 
     def _append(
         self, sequence: Sequence, token_ids: list[int]

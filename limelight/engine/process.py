@@ -14,17 +14,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from limelight.config import EngineConfig
+from limelight.orders import Asked, EngineState, Reply
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import LoRARequest, Output, Request, RequestError
-
-if TYPE_CHECKING:
-    from limelight.engine.engine import Engine
+from limelight.types import Output, Request
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
@@ -32,30 +29,12 @@ SECONDS_TO_TELL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterOrder:
-    """An adapter to load, or the id of one to unload; `ticket` is what the reply has."""
-
-    ticket: int
-    load: LoRARequest | None = None
-    unload: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterReply:
-    """That an order was carried out, or what was wrong with it and by which parameter."""
-
-    ticket: int
-    refused: str | None = None
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
-    """From the client: requests to add, ids to abort, and what to do with adapters."""
+    """From the client: requests to add, ids to abort, and orders."""
 
     add: list[Request] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
-    adapters: list[AdapterOrder] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +45,9 @@ class Report:
     percent: float = 100.0
     info: ModelInfo | None = None
     outputs: list[Output] = field(default_factory=list)
-    adapters: list[AdapterReply] = field(default_factory=list)
     stats: EngineStats | None = None
+    state: EngineState | None = None
+    replies: list[Reply] = field(default_factory=list)
     step_seconds: float = 0.0  # how long the step that now runs has been running
     fault: str | None = None  # why the engine ends; nothing comes after it
 
@@ -127,7 +107,7 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
     from limelight.progress import Progress
 
     started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end)
-    engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
+    engine, control, decoder = started.engine, started.control, msgspec.msgpack.Decoder(Command)
     if engine.grammars is not None:
         engine.grammars.start()
     # What the start has made stays for good: a collection in a step need not walk through it.
@@ -136,34 +116,26 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
     reporter.send(Report(phase="ready", info=started.info, stats=engine.stats()))
     while True:
         outputs: list[Output] = []
-        replies: list[AdapterReply] = []
         # With nothing to do, wait for a command; between steps, take those that are there.
         while commands.poll(0 if engine.has_work else None):
             command = decoder.decode(commands.recv())
             for request in command.add:
-                engine.add(request)
+                outputs += control.add(request)
             outputs += filter(None, map(engine.abort, command.abort))
-            replies += [obey(engine, order) for order in command.adapters]
-            if outputs or replies:
+            for asked in command.asked:
+                outputs += control.take(asked)
+            if outputs or command.asked:
                 break
         reporter.step_started = time.monotonic()
         outputs += engine.step()
         reporter.step_started = None
+        replies = control.replies()
         reporter.send(
-            Report(phase="ready", outputs=outputs, adapters=replies, stats=engine.stats())
-        )
-
-
-def obey(engine: "Engine", order: AdapterOrder) -> AdapterReply:
-    """Load or unload an adapter, between two steps."""
-    try:
-        if order.load is not None:
-            engine.load_adapter(order.load)
-        if order.unload is not None:
-            engine.unload_adapter(order.unload)
-    except RequestError as error:
-        return AdapterReply(order.ticket, str(error), error.param)
-    return AdapterReply(order.ticket)
+            Report(
+                phase="ready", outputs=outputs, stats=engine.stats(),
+                state=control.state, replies=replies,
+            )
+        )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import takewhile
@@ -13,8 +13,16 @@ from itertools import takewhile
 from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.router import Router
+from limelight.orders import (
+    EngineState,
+    FinishUpdate,
+    InitTransfer,
+    LoadAdapter,
+    Order,
+    UnloadAdapter,
+)
 from limelight.stats import EngineStats, ModelInfo
-from limelight.types import LoRARequest, Output, Request, RequestError
+from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -37,8 +45,8 @@ class Replicas:
         self.clients = [EngineClient(config, env) for config, env in self.places]
         self.began = [False] * count  # whether each has been ready
         self.restarting: set[int] = set()
-        # Those loaded since the start, which an engine that is started anew needs too.
-        self.adapters: dict[int, LoRARequest] = {}
+        # How adapters came since the start, which an engine that is started anew needs too.
+        self.adapters: dict[int, LoadAdapter] = {}
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
@@ -95,28 +103,48 @@ class Replicas:
                     if said or last or not self._alive:
                         raise
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
-        """Have all engines read an adapter; if one cannot, a new one is in none. `RequestError`."""
-        came = await asyncio.gather(
-            *(client.load_adapter(adapter) for client in self.clients), return_exceptions=True
-        )
-        faults = [fault for fault in came if isinstance(fault, BaseException)]
-        if not faults:
-            self.adapters[adapter.lora_int_id] = adapter
-            return
-        if not adapter.load_inplace:
-            pairs = zip(self.clients, came, strict=True)
-            loaded = [client for client, fault in pairs if not isinstance(fault, BaseException)]
-            await asyncio.gather(
-                *(client.unload_adapter(adapter.lora_int_id) for client in loaded),
-                return_exceptions=True,
-            )
-        raise faults[0]
+    def abort(self, request_id: str) -> None:
+        """As `EngineClient.abort`; an engine that does not have the request pays it no heed."""
+        for client in self.clients:
+            client.abort(request_id)
 
-    async def unload_adapter(self, adapter_id: int) -> None:
-        """Have all engines take no more requests for an adapter."""
-        self.adapters.pop(adapter_id, None)
-        await asyncio.gather(*(client.unload_adapter(adapter_id) for client in self.clients))
+    @property
+    def state(self) -> EngineState:
+        """Of the first engine that takes no requests, or else of the first."""
+        states = [client.state for client in self.clients]
+        return next((one for one in states if one.refusal is not None), states[0])
+
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """Have all engines carry out an order at once; what came of it in each."""
+        if isinstance(order, FinishUpdate):
+            # Started anew, an engine would have the weights of the checkpoint.
+            self.restarts = 0
+        orders: list[Order] = [order] * len(self.clients)
+        if isinstance(order, InitTransfer):
+            orders = [InitTransfer(order.info, replica=place) for place in range(len(orders))]
+        pairs = zip(self.clients, orders, strict=True)
+        came = await asyncio.gather(
+            *(client.order(one) for client, one in pairs), return_exceptions=True
+        )
+        if isinstance(order, LoadAdapter | UnloadAdapter):
+            await self._remember(order, came)
+        for one in came:
+            if isinstance(one, BaseException):
+                raise one
+        return [result for one in came if not isinstance(one, BaseException) for result in one]
+
+    async def _remember(self, order: LoadAdapter | UnloadAdapter, came: Sequence[object]) -> None:
+        """Keep what adapters there are; a new one that is not in all engines is in none."""
+        if isinstance(order, UnloadAdapter):
+            self.adapters.pop(order.adapter_id, None)
+            return
+        adapter, pairs = order.adapter, zip(self.clients, came, strict=True)
+        loaded = [client for client, one in pairs if not isinstance(one, BaseException)]
+        if len(loaded) == len(self.clients):
+            self.adapters[adapter.lora_int_id] = order
+        elif not adapter.load_inplace:
+            orders = (client.order(UnloadAdapter(adapter.lora_int_id)) for client in loaded)
+            await asyncio.gather(*orders, return_exceptions=True)
 
     async def close(self) -> None:
         """End all processes and what belongs to them."""
@@ -183,9 +211,9 @@ class Replicas:
             await client.close()
             raise
         self.clients[place] = client
-        # Read before any request comes; one that cannot be read any more is refused to those.
-        for adapter in self.adapters.values():
-            client.remember(replace(adapter, load_inplace=True))
+        # Before any request comes; to one that cannot be read any more the engine refuses these.
+        for order in self.adapters.values():
+            client.tell(LoadAdapter(replace(order.adapter, load_inplace=True)))
 
 
 def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:

@@ -74,12 +74,19 @@ class Scheduler:
         self._filling: dict[int, set[bytes]] = {}
         # The sequence that found too few blocks last time, and how many there were.
         self._refused: tuple[Sequence, int] | None = None
+        # Those of the last plan that gave their blocks back: these, and the positions in them.
+        self.preempted: list[tuple[Sequence, list[int], int]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence runs or waits."""
         return bool(self._sequences)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all sequences, running or waiting."""
+        return list(self._sequences)
 
     def stats(self) -> SchedulerStats:
         """The state after a step; prefix figures count the first admission of each sequence."""
@@ -114,6 +121,10 @@ class Scheduler:
             self.finish(sequence)
         return sequence
 
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request, running or waiting."""
+        return self._sequences.get(request_id)
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether the sequence runs or waits here."""
         return self._sequences.get(sequence.request.id) is sequence
@@ -133,10 +144,21 @@ class Scheduler:
         self.groups.retract(sequence)
         self.finish(sequence)
 
+    def preempt_all(self) -> None:
+        """Let all sequences give their blocks back, to be computed again from their tokens."""
+        while self._ordered:
+            self._preempt(self._ordered.pop())
+
+    def renew_prefixes(self) -> None:
+        """Let no one find what has been computed so far; what sequences hold stays theirs alone."""
+        self._refused = None
+        self.groups.renew(self._ordered, self._waiting)
+
     def schedule(self) -> StepPlan:
         """The next step; without grants if there is nothing to do."""
         plan = StepPlan()
         self._filling.clear()
+        self.preempted.clear()
         preemptions = self._preemptions
         spare = self._continue_running(plan)
         if self._waiting and preemptions == self._preemptions:
@@ -233,6 +255,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence):
         """Back to its place in the queue, with its tokens and without its blocks."""
+        blocks = [block for block in sequence.block_tables[0] if block is not None]
+        self.preempted.append((sequence, blocks, sequence.num_computed + sequence.num_unsure))
         self._vacate(sequence)
         sequence.num_preemptions += 1
         self._preemptions += 1
@@ -344,6 +368,7 @@ class Scheduler:
             )
         )  # fmt: skip
         first = start // self.groups.block_size
-        if count > 1 and end // self.groups.block_size > first and self.groups.prefix_caching:
+        fills = count > 1 and end // self.groups.block_size > first
+        if fills and self.groups.prefix_caching and sequence.publishes:
             digest = self.groups.block_hash(sequence, first)
             self._filling.setdefault(first, set()).add(digest)

@@ -13,9 +13,10 @@ import torch
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
-from limelight.cache.storage import BlockShape, KVStorage
-from limelight.checkpoint import locate, read_json
+from limelight.cache.storage import BlockShape, KVStorage, routed_shape
+from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine.control import Control
 from limelight.engine.drafters import (
     FoundDrafter,
     drafter_kind,
@@ -29,10 +30,12 @@ from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.lora import adapter_kinds, make_room, start_adapters
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingRunner, Ranks
+from limelight.engine.ranks import LeadingRunner, Ranks, all_devices
+from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
 from limelight.models.beam import BeamConfig
+from limelight.models.config import stop_tokens
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
@@ -53,6 +56,7 @@ from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
 from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
+from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
@@ -91,6 +95,11 @@ class Resolved:
     drafter: FoundDrafter | None = None
 
     @property
+    def ends(self) -> list[int]:
+        """The ids that end an answer."""
+        return stop_tokens(self.weights, self.config, vocab_size=self.shape.vocab_size)
+
+    @property
     def identity(self) -> bytes:
         """A hash of all that must be the same on every rank; folders may be elsewhere."""
         tensors = [(one.file.name, one.name, one.dtype, one.shape) for one in self.stored or []]
@@ -110,6 +119,8 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
+    if config.batch_invariant and device.type == "cuda":
+        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -161,6 +172,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=model.head_dim,
         dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
+        routed=routed_shape(model) if config.enable_return_routed_experts else None,
     )
     length = found.max_model_len
     # Ranks on CPUs share what is free.
@@ -234,29 +246,12 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
     return max(0, min(room, useful))
 
 
-def stop_tokens(found: Resolved) -> list[int]:
-    """The end-of-sequence ids of generation_config.json, else of config.json."""
-    vocab_size = found.shape.vocab_size
-    beside = [found.weights] if found.weights.is_dir() else []
-    files = [folder / "generation_config.json" for folder in (*beside, found.config)]
-    for file in (*files, found.config / "config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = [ids] if isinstance(ids, int) else ids
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not all(
-            isinstance(item, int) and 0 <= item < vocab_size for item in ids
-        ):
-            raise ValueError(f"{file}: eos_token_id must be token ids below {vocab_size}: {ids!r}")
-        return ids
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
     """An engine that is ready to serve, and what others must know of it."""
 
     engine: Engine
+    control: Control
     info: ModelInfo
     plan: MemoryPlan
     folder: Path
@@ -278,12 +273,11 @@ def start_engine(
     found = resolve(config)
     if config.tensor_parallel_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
-    if found.device.type == "cuda":
-        logger.warning("a model divided among GPUs has never been run: only one among CPUs")
     plan = plan_memory(config, found)
     with Ranks.started(config, found.device, on_loss) as ranks:
         plan = ranks.agree(plan, found.identity)
-        return _start(config, found, plan, ranks.join(), progress, ranks)
+        mesh = ranks.join(found.shape.hidden_size, found.dtype)
+        return _start(config, found, plan, mesh, progress, ranks)
 
 
 def start_runner(
@@ -308,8 +302,7 @@ def start_runner(
     place = Placement(mesh, found.dtype, device)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
-        dummy = drafter.config.load_format == "dummy"
-        dummy_seed = config.seed if dummy else None
+        dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
         install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
     warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
@@ -343,8 +336,10 @@ def _load_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        eos_token_ids=stop_tokens(found),
+        eos_token_ids=found.ends,
         grammars=grammars,
+        logprobs_mode=config.logprobs_mode,
+        batch_invariant=config.batch_invariant,
         room=room,
     )
 
@@ -359,7 +354,7 @@ def _start(
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
-    device, ends = found.device, stop_tokens(found)
+    device, ends = found.device, found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
@@ -381,14 +376,17 @@ def _start(
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
         dtype=str(found.dtype)[6:],
+        returns_routed_experts=config.enable_return_routed_experts,
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(
         scheduler, leading, eos_token_ids=ends, overlap=overlap, grammars=grammars,
         drafting=drafting, ranks=ranks, adapters=adapters,
+        routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
-    return Started(engine, info, plan, found.weights, device.type == "cuda")
+    control = Control(engine, all_devices(config, runner, ranks))
+    return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:

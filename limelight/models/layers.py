@@ -14,11 +14,12 @@ from torch import nn
 
 from limelight.models.adapters import AdapterRoom
 from limelight.ops import experts, linear, norm
+from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
 from limelight.ops.fp4 import BLOCK, FP4, Weight
 from limelight.ops.lora import Matrix, without_adapters
 from limelight.ops.rope import Heads
-from limelight.parallel.collectives import all_gather, all_reduce
+from limelight.parallel.collectives import all_gather, summed
 from limelight.parallel.mesh import Mesh
 
 
@@ -210,8 +211,8 @@ class RowParallelLinear(nn.Module):
         part = Part(name, out_features, all_of(out_features))
         self.weight = place.matrix([part], in_features, take=take, dummy=OUTPUT_PROJECTION)
 
-    def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
-        return all_reduce(linear.project(x_TF, self.weight), self.mesh)
+    def forward(self, x_TF: torch.Tensor) -> Summand:
+        return summed(linear.project(x_TF, self.weight), self.mesh)
 
 
 class HeadProjections(ColumnParallelLinear):
@@ -296,11 +297,19 @@ class LMHead(nn.Module):
         self.outputs = part.held if mesh.group is None else vocab_size
         self.padding = share - part.held
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def share(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The logits of this rank's tokens, from `first` on; padding is ruled out."""
         logits_TV = linear.lm_head(x_TD, self.weight)
         if self.padding:
-            logits_TV = F.pad(logits_TV, (0, self.padding))
+            logits_TV = F.pad(logits_TV, (0, self.padding), value=float("-inf"))
+        return logits_TV
+
+    def gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """All logits, of the shares of all ranks."""
         return all_gather(logits_TV, self.mesh)[:, : self.outputs]
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.gather(self.share(x_TD))
 
 
 class SwiGLU(nn.Module):
@@ -316,7 +325,7 @@ class SwiGLU(nn.Module):
         self.gate_up = ColumnParallelLinear(size, parts, place)
         self.down = RowParallelLinear("down_proj", inner, take, size, place)
 
-    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, y_TD: torch.Tensor) -> Summand:
         return self.down(linear.swiglu_project(y_TD, self.gate_up.weight, fp32=self.fp32))
 
 
@@ -343,10 +352,11 @@ class Experts(nn.Module):
         weights_TN: torch.Tensor,
         ids_TN: torch.Tensor,
         shared: SwiGLU | None = None,
-    ) -> torch.Tensor:
+    ) -> Summand:
         beside = (None, None) if shared is None else (shared.gate_up.weight, shared.down.weight)
-        out_TD = experts.moe(
+        form = experts.unsummed_moe if self.mesh.leaves(len(y_TD)) else experts.moe
+        out = form(
             y_TD, self.gate_up, self.down, weights_TN, ids_TN, *beside,
             fp32=self.fp32, scale=self.scale,
         )  # fmt: skip
-        return all_reduce(out_TD, self.mesh)
+        return summed(out, self.mesh)

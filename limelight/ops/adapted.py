@@ -8,12 +8,12 @@ between them, than those of a step without adapters.
 
 import torch
 
-from limelight.ops import by_size, cdiv, next_power_of_2, pdl, thin
+from limelight.ops import by_size, cdiv, pdl, thin
+from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight
 from limelight.ops.grouped import (
     FP4_TILES,
     TILES,
-    combine_kernel,
     fitted,
     grouped_down_kernel,
     grouped_fp4_kernel,
@@ -86,9 +86,9 @@ def adapted_moe(
     *,
     fp32: bool,
     scale: float,
-) -> torch.Tensor:
-    """`moe`, plus `added_TD`; the arguments have been checked."""
-    (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
+) -> Routed:
+    """`moe`, plus `added_TD`, but for the sum; the arguments have been checked."""
+    rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
     sorted_by: dict[int, Blocks] = {}
 
     def product(x_XK: torch.Tensor, weight_ENK: Matrix, each: int) -> torch.Tensor:
@@ -100,10 +100,4 @@ def adapted_moe(
 
     inner_PF = thin.swiglu_rows(product(y_TD, gate_up_EGD, count), fp32=fp32)
     out_PD = product(inner_PF, down_EDF, 1)
-    out_TD = y_TD.new_empty(rows, size)
-    block_d = min(1024, next_power_of_2(size))
-    combine_kernel[(rows, cdiv(size, block_d))](
-        out_PD, added_TD, weights_TN, out_TD, scale,
-        SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4, **pdl(y_TD),
-    )  # fmt: skip
-    return out_TD
+    return Routed(out_PD, weights_TN, added_TD, scale)

@@ -11,12 +11,12 @@ product is a kernel of its own (`adapted.py`).
 
 import torch
 
-from limelight.ops import linear, op
+from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import Activation, swiglu, swiglu_fp32
 from limelight.ops.adapted import adapted_moe
 from limelight.ops.chosen import few_moe, most_rows
+from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, multiply_reference
-from limelight.ops.grouped import grouped_moe
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed, without_adapters
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
@@ -45,15 +45,21 @@ def moe_reference(
     gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
     few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
+    alike = is_batch_invariant()
     if isinstance(gate_up_EGD, Adapted) or isinstance(down_EDF, Adapted):
         out_TD = _adapted_sum(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
-    elif len(y_TD) == 1:
+    elif len(y_TD) == 1 and not alike:
         parts = [
             multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
             for e in ids_TN[0].tolist()
         ]
         out_TD = torch.mm(weights_TN, torch.cat(parts).float()).to(y_TD.dtype)
-    elif few and isinstance(gate_up_EGD, torch.Tensor) and isinstance(down_EDF, torch.Tensor):
+    elif (
+        few
+        and not alike
+        and isinstance(gate_up_EGD, torch.Tensor)
+        and isinstance(down_EDF, torch.Tensor)
+    ):
         gate_up_ETG = torch.bmm(y_TD.expand(experts, -1, -1), gate_up_EGD.mT)
         out_TED = torch.bmm(act(gate_up_ETG), down_EDF.mT).transpose(0, 1)
         weights_TE = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
@@ -68,7 +74,8 @@ def moe_reference(
             if sizes[e]
         ]
         out_PD = torch.cat([rows_PD[:0], *parts])[order_P.argsort()]
-        out_TD = _weighted_sum(weights_TN, out_PD.unflatten(0, ids_TN.shape))
+        weigh = invariant.weighted_sum if alike else _weighted_sum
+        out_TD = weigh(weights_TN, out_PD.unflatten(0, ids_TN.shape))
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:
@@ -150,6 +157,44 @@ def _launch_moe(
     fp32: bool,
     scale: float = 1.0,
 ) -> torch.Tensor:
+    out = _launch_unsummed_moe(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        fp32=fp32, scale=scale,
+    )  # fmt: skip
+    return out.combined() if isinstance(out, Routed) else out
+
+
+def unsummed_moe_reference(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
+    *,
+    fp32: bool,
+    scale: float = 1.0,
+) -> torch.Tensor | Routed:
+    """As `moe`; where a kernel of its own would sum the experts' outputs, these as they are."""
+    return moe_reference(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        fp32=fp32, scale=scale,
+    )  # fmt: skip
+
+
+def _launch_unsummed_moe(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
+    *,
+    fp32: bool,
+    scale: float = 1.0,
+) -> torch.Tensor | Routed:
     _check(y_TD, gate_up_EGD, down_EDF, shared_gate_up_GD, shared_down_DF)
     gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     assert weights_TN.shape == ids_TN.shape and len(ids_TN) == len(y_TD)
@@ -173,7 +218,7 @@ def _launch_moe(
         )
     alike = _kind(gate_up_EGD) == _kind(down_EDF)
     few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
-    return (few_moe if few else grouped_moe)(
+    return (few_moe if few else grouped.unsummed_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, wide_GD, narrow_DF, added_TD,
         fp32=fp32, scale=scale,
     )  # fmt: skip
@@ -184,3 +229,4 @@ def _kind(weight: Matrix) -> type:
 
 
 moe = op(reference=moe_reference, kernel=_launch_moe)
+unsummed_moe = op(reference=unsummed_moe_reference, kernel=_launch_unsummed_moe)

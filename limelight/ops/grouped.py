@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
 from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
@@ -338,33 +339,6 @@ def grouped_fp4_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def combine_kernel(
-    routed, shared, weights, out, scale,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A piece of one token's row: the weighted sum of its experts, then the shared one's."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    dtype: tl.constexpr = out.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total_D = tl.zeros((BLOCK_D,), tl.float32)
-    for n in tl.static_range(COUNT):
-        pair = t * COUNT + n
-        out_D = tl.load(routed + pair * SIZE + d, mask=d < SIZE, other=0.0)
-        total_D += tl.load(weights + pair) * out_D.to(tl.float32)
-    total_D = total_D.to(dtype)
-    if SCALED:
-        total_D = (total_D.to(tl.float32) * scale).to(dtype)
-    if shared is not None:
-        out_D = tl.load(shared + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
-        total_D = (total_D.to(tl.float32) + out_D).to(dtype)
-    tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
-
-
 # This many pairs are sorted without being counted first; of more, so many a program.
 SORTED_AT_ONCE, SLICE = 1024, 512
 
@@ -556,7 +530,7 @@ def _multiplying(
     return out_PD, shared_TD
 
 
-def grouped_moe(
+def unsummed_moe(
     y_TD: torch.Tensor,
     gate_up_EGD: Weight,
     down_EDF: Weight,
@@ -568,9 +542,9 @@ def grouped_moe(
     *,
     fp32: bool,
     scale: float,
-) -> torch.Tensor:
+) -> Routed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
-    (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
+    rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
     each = cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
@@ -590,10 +564,24 @@ def grouped_moe(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
             (gate_up, down), count, fp32,
         )  # fmt: skip
-    out_TD = y_TD.new_empty(rows, size)
-    block_d = min(1024, next_power_of_2(size))
-    combine_kernel[(rows, cdiv(size, block_d))](
-        out_PD, shared_TD if added_TD is None else added_TD, weights_TN, out_TD, scale,
-        SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4, **pdl(y_TD),
-    )  # fmt: skip
-    return out_TD
+    return Routed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
+
+
+def grouped_moe(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
+    added_TD: torch.Tensor | None = None,
+    *,
+    fp32: bool,
+    scale: float,
+) -> torch.Tensor:
+    """The same, summed."""
+    return unsummed_moe(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        added_TD, fp32=fp32, scale=scale,
+    ).combined()  # fmt: skip

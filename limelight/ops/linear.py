@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from limelight.ops import fp4, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
+from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
@@ -51,16 +52,16 @@ def _adapt(
 
 
 def _normed(
-    h_TD: torch.Tensor, x_TD: torch.Tensor | None, norm_D: torch.Tensor, eps: float
+    h_TD: torch.Tensor, x_TD: Summand | None, norm_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x_TD is None:
         return h_TD, rmsnorm_reference(h_TD, norm_D, eps=eps)
-    return add_rmsnorm_reference(h_TD, x_TD, norm_D, eps=eps)
+    return add_rmsnorm_reference(h_TD, whole(x_TD), norm_D, eps=eps)
 
 
 def norm_project_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Matrix,
     *,
@@ -73,7 +74,7 @@ def norm_project_reference(
 
 def norm_swiglu_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     gate_up_GD: Matrix,
     *,
@@ -124,16 +125,18 @@ def _launch_project(x_TF: torch.Tensor, weight_DF: Matrix) -> torch.Tensor:
 
 
 def _launch_norm(
-    h_TD: torch.Tensor, x_TD: torch.Tensor | None, norm_D: torch.Tensor, eps: float
+    h_TD: torch.Tensor, x_TD: Summand | None, norm_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x_TD is None:
         return h_TD, rmsnorm.kernel(h_TD, norm_D, eps=eps)
+    if isinstance(x_TD, Partial):
+        return sum_add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
     return add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
 
 
 def _norm_product(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Matrix,
     *,
@@ -141,7 +144,8 @@ def _norm_product(
     fp32: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weight_ND = needed(weight_ND)
-    if len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS and not isinstance(weight_ND, Adapted):
+    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS
+    if one and not isinstance(x_TD, Partial) and not isinstance(weight_ND, Adapted):
         sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
@@ -150,7 +154,7 @@ def _norm_product(
 
 def _launch_norm_project(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Matrix,
     *,
@@ -161,7 +165,7 @@ def _launch_norm_project(
 
 def _launch_norm_swiglu(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     gate_up_GD: Matrix,
     *,

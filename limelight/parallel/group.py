@@ -1,16 +1,22 @@
 """The process group of the ranks of one machine, over a store on rank 0's loopback address."""
 
+import logging
 import os
 import socket
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.symmetric import with_peers
 
+logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
+# NCCL lets go of a communicator only when no graph has its kernels any more.
+SECONDS_TO_LEAVE = 5.0
 
 
 def take_device(device: torch.device, rank: int, size: int) -> None:
@@ -41,9 +47,16 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
-def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
-    """Wait for all ranks; from then on tensors on `device` can be exchanged."""
+def join(
+    store: TCPStore, device: torch.device, rank: int, size: int, *, width: int, dtype: torch.dtype
+) -> Mesh:
+    """Wait for all ranks; from then on tensors on `device` can be exchanged.
+
+    `width` and `dtype` are those of the rows [T, D] that layers sum.
+    """
     on_gpu = device.type == "cuda"
+    # What is summed here needs no multicast, whose set-up can fail where all else works.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if sys.platform == "linux":
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
@@ -51,10 +64,39 @@ def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
         device_id=torch.device("cuda", rank) if on_gpu else None,
     )  # fmt: skip
-    return Mesh(rank, size, dist.group.WORLD)
+    return with_peers(Mesh(rank, size, dist.group.WORLD), width, dtype, device)
+
+
+def abandon(mesh: Mesh) -> None:
+    """Let steps end that wait for a lost rank, from any thread; what they make means nothing."""
+    if mesh.peers is not None:
+        mesh.peers.abandon()
+    # Gloo notices by itself.
+    if mesh.group is not None and dist.get_backend(mesh.group) == "nccl":
+        _abort(mesh.group)
 
 
 def leave() -> None:
-    """Let go of the group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Let go of the group, if there is one; the other ranks may have gone already."""
+    if not dist.is_initialized():
+        return
+    thread = threading.Thread(target=_leave, name="leaving", daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_LEAVE)
+    if thread.is_alive():
+        logger.warning("the group of ranks has not ended within %g s", SECONDS_TO_LEAVE)
+
+
+def _leave() -> None:
+    if dist.get_backend() == "nccl":
+        _abort(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    """End what is under way. This waits for graphs that hold NCCL's kernels to be let go."""
+    assert group is not None
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.warning("the group of ranks could not be ended: %s", error)

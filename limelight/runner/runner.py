@@ -9,31 +9,47 @@ import torch
 
 from limelight.cache.storage import KVStorage
 from limelight.models.adapters import AdapterRoom
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
-from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
+from limelight.parallel.sampling import sample_shares
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
-from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
+from limelight.runner.inputs import (
+    BlockTables,
+    Size,
+    StepInputs,
+    StepTensors,
+    fill,
+    gains_nothing_by_a_graph,
+    keep,
+    lay_out,
+    prompts_of,
+)
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
-from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
+from limelight.runner.logprobs import token_logprobs
+from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
-from limelight.types import Request, TokenLogprobs
+from limelight.types import LogprobsMode, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
+# Of fewer rows a GPU gathers all logits sooner than ranks tell each other what they have of them.
+# Not measured yet.
+LEAST_SHARED_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -57,6 +73,8 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        batch_invariant: bool = False,
         room: AdapterRoom | None = None,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
@@ -76,7 +94,8 @@ class ModelRunner:
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self.kept = keep(storage, heads=model.config.num_heads)
+        self.batch_invariant = batch_invariant
+        self.kept = None if batch_invariant else keep(storage, heads=model.config.num_heads)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.head.outputs,
@@ -84,9 +103,12 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
             chooses=self.mesh.rank == 0,
+            logprobs_mode=logprobs_mode,
         )
         self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
+        # The same for many rows without cut-offs, whose logits several ranks need not gather.
+        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
 
@@ -121,7 +143,11 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
-        with device_faults(self.device), torch.inference_mode():
+        with (
+            device_faults(self.device),
+            torch.inference_mode(),
+            batch_invariance(self.batch_invariant),
+        ):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -158,11 +184,12 @@ class ModelRunner:
         launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
         if not sampling:
             return launched
-        logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
+        hidden_RD = hidden_TD[tensors.samples_R]
         if on_device:
             cuts = any(rule.truncated for rule in rules)
-            launched.judged = self._draw(logits_RV, tensors, cuts=cuts)
+            launched.judged = self._draw(hidden_RD, tensors, cuts=cuts)
             return launched
+        logits_RV = self.model.logits(hidden_RD)
         slots = [grant.slot for grant in sampling]
         runs = [Run([])] * len(slots)
         if self.sampler.chooses:
@@ -188,17 +215,32 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
-        beside = None if self.drafted is None else self.drafted.capture(progress)
-        self.prompt_graphs = Graphs(
-            self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-            prompt_sizes(self.max_num_batched_tokens), progress,
-            name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
-        )  # fmt: skip
-        self.graphs = Graphs(
-            self.decode, lambda count: self._send((count,) * 3, [], []),
-            graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
-            adapters=self.adapters,
-        )  # fmt: skip
+        with batch_invariance(self.batch_invariant):
+            beside = None if self.drafted is None else self.drafted.capture(progress)
+            self.prompt_graphs = Graphs(
+                self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
+                prompt_sizes(self.max_num_batched_tokens), progress,
+                name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
+            )  # fmt: skip
+            self.graphs = Graphs(
+                self.decode, lambda count: self._send((count,) * 3, [], []),
+                graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+                adapters=self.adapters,
+            )  # fmt: skip
+            sizes = [size for size in self.graphs.sizes if self._shares(size)]
+            if sizes:
+                self.sharing_graphs = Graphs(
+                    lambda tensors: self.decode(tensors, cuts=False),
+                    lambda count: self._send((count,) * 3, [], []),
+                    sizes, progress, name="graphs without cut-offs", beside=self.graphs,
+                    adapters=self.adapters,
+                )  # fmt: skip
+
+    def forget_device(self) -> None:
+        """Let go of graphs, and of what is kept beside the cache: memory is about to change."""
+        self.drop_graphs()
+        for kept in self.kept or ():
+            kept.stop()
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
@@ -207,6 +249,12 @@ class ModelRunner:
             return []
         graphs = drafted.prompt_graphs if prompts else drafted.graphs
         return [] if graphs is None else graphs.sizes
+
+    def drop_graphs(self) -> None:
+        """Let go of all graphs, and of what they hold on to."""
+        self.graphs = self.sharing_graphs = self.prompt_graphs = None
+        if self.drafted is not None:
+            self.drafted.drop_graphs()
 
     def pretend(self, length: int) -> None:
         """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
@@ -219,16 +267,16 @@ class ModelRunner:
         self.adapters.forget()
         self.sampler.rules.clear()
 
-    def decode(self, tensors: StepTensors) -> Judged:
+    def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self.model.logits(self._run(tensors, batch)), tensors, cuts=True)
+        return self._draw(self._run(tensors, batch), tensors, cuts=cuts)
 
     def read(self, tensors: StepTensors) -> Judged:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
-        return self._draw(self.model.logits(hidden_TD[tensors.samples_R]), tensors, cuts=True)
+        return self._draw(hidden_TD[tensors.samples_R], tensors, cuts=True)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
@@ -252,15 +300,23 @@ class ModelRunner:
     def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:
         """The replay of the graph that holds this step, for which all is sent; None without."""
         decodes = all(grant.num_tokens == 1 and grant.samples for grant in grants)
-        graphs = self.graphs if decodes else self.prompt_graphs
+        graphs = self._graphs_of(sampling) if decodes else self.prompt_graphs
         if graphs is None or any(self._tells_prompt(grant) for grant in grants):
             return None
-        rows = graphs.size_for(sum(grant.num_tokens for grant in grants))
-        if rows is None:
+        count = sum(grant.num_tokens for grant in grants)
+        rows = graphs.size_for(count)
+        if rows is None or gains_nothing_by_a_graph(prompts_of(grants, count), self.storage):
             return None
         size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
         self._send(size, grants, sampling)
         return lambda: graphs.replay(rows)
+
+    def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
+        """Those of steps in which all decode."""
+        if self.sharing_graphs is None or not self._shares(len(sampling)):
+            return self.graphs
+        cuts = any(self.sampler.rules[grant.slot].truncated for grant in sampling)
+        return self.graphs if cuts else self.sharing_graphs
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
@@ -325,30 +381,48 @@ class ModelRunner:
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
-        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds))
+        prompts = prompts_of(grants, len(tensors.tokens_T))
+        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
 
-    def _draw(self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
+    def _draw(self, hidden_RD: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
         """Each row's token, kept as the last of its slot, and its best logit."""
         into = (self.last_tokens, tensors.sample_slots_R)
         numbers = (tensors.temperature_R, tensors.uniform_R)
+        if not cuts and self._shares(len(hidden_RD)):
+            logits_RS, first = self.model.logit_share(hidden_RD), self.model.head.first
+            token_R, best_R = sample_shares(logits_RS, *numbers, self.mesh, first=first, into=into)
+            return Judged(token_R[:, None], best_R)
+        logits_RV = self.model.logits(hidden_RD)
         cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
         token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
         return Judged(token_R[:, None], best_R)
 
+    def _shares(self, rows: int) -> bool:
+        """Whether so many rows without cut-offs are drawn without gathering their logits."""
+        least = 1 if self.device.type == "cpu" else LEAST_SHARED_ROWS
+        return self.mesh.group is not None and rows >= least
+
     def _batch(
-        self, tensors: StepTensors, *, few: int, bounds: tuple[int, int], mixed: int | None = None
+        self,
+        tensors: StepTensors,
+        *,
+        few: int,
+        bounds: tuple[int, int],
+        mixed: int | None = None,
+        prompts: tuple[Prompt, ...] = (),
     ) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
 
         The first `few` sequences have few queries, or with `mixed` those that have so many at most;
-        `bounds` are the most queries and tokens.
+        `bounds` are the most queries and tokens; of `prompts` all is known.
         """
         layouts = lay_out(
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
-            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed, kept=self.kept,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed,
+            prompts=prompts, kept=self.kept,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         return Batch(tensors.positions_T, paged, self.last_tokens)
 
     def _prompt_logprobs(

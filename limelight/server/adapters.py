@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 from starlette.types import Send
 
-from limelight.engine.client import Served
+from limelight.engine.client import OrderFailed, Served
+from limelight.orders import LoadAdapter, Order, UnloadAdapter
 from limelight.server.bodies import MAX_TEXT, decode
 from limelight.server.http import Call, Refused, send_bytes, send_json
 from limelight.types import LoRARequest, RequestError
@@ -131,7 +132,7 @@ class NamedAdapters:
                 )  # fmt: skip
             adapter_id = next(self._ids) if known is None else known.lora_int_id
             adapter = LoRARequest(name, adapter_id, path, load_inplace=in_place)
-            await self.client.load_adapter(adapter)
+            await self._order(LoadAdapter(adapter))
             self.by_name[name] = adapter
             return adapter
 
@@ -145,8 +146,17 @@ class NamedAdapters:
                 )  # fmt: skip
             # From here on it is a 404; whatever was asked before is on its way to the engine.
             del self.by_name[name]
-            await self.client.unload_adapter(adapter.lora_int_id)
+            await self._order(UnloadAdapter(adapter.lora_int_id))
             return adapter
+
+    async def _order(self, order: Order) -> None:
+        """`RequestError` for what the engine refuses."""
+        try:
+            await self.client.order(order)
+        except OrderFailed as error:
+            if error.refused:
+                raise RequestError(str(error), param="lora_path") from error
+            raise
 
     async def _tell(self, send: Send, name: str, what: str) -> None:
         text = f"Success: LoRA adapter '{name}' {what} successfully."

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
 from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
+from limelight.server.control import ControlRoutes
 from limelight.server.http import Call, read_body, until_gone
 from limelight.server.lifecycle import Life
 from limelight.server.middleware import Exchange, Keys
@@ -35,8 +36,8 @@ from limelight.server.startup import address, example, listen, load_texts
 from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import LoRARequest
 
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -49,20 +50,26 @@ def create_app(
     model: str,
     defaults: dict[str, float | int] | None = None,
     form: AnswerForm | None = None,
-    adapters: Sequence[LoRARequest] = (),
+    engine: EngineConfig | None = None,
 ) -> Starlette:
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
     `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
-    `form` is that of its answers, if the config names a parser; the engine starts with `adapters`.
+    `form` is that of its answers, if the config names a parser; `engine` is told to trainers, and
+    has the adapters that there are at the start.
     """
-    if not all(config.api_key or ()):
+    if not all((*(config.api_key or ()), *(config.admin_api_key or ()))):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
-    named = NamedAdapters(client, names, adapters, may=config.allow_runtime_lora_updating)
+    known = () if engine is None else engine.adapters
+    named = NamedAdapters(client, names, known, may=config.allow_runtime_lora_updating)
     reader = Reader(names, config, defaults or {}, named.by_name)
     service = Service(client, Prompts(tokenizer, template), reader, config, form, named)
-    routes = _routes(service)
+    routes, admin = _routes(service), frozenset(ADAPTERS)
+    if config.enable_rl:
+        control = ControlRoutes(client, service.lifecycle, engine or EngineConfig(), config)
+        routes += (added := control.routes())
+        admin |= frozenset(route.path for route in added)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
     middleware = [
@@ -71,8 +78,9 @@ def create_app(
             shapes=dict.fromkeys(MESSAGES, Told),
         )
     ]  # fmt: skip
-    if config.api_key:
-        middleware.append(Middleware(Keys, keys=config.api_key))
+    if config.api_key or config.admin_api_key:
+        keys = {"keys": config.api_key or [], "admin_keys": config.admin_api_key or []}
+        middleware.append(Middleware(Keys, **keys, admin_paths=admin))
     if config.allowed_origins:
         # Around all else: errors need the headers too, and a preflight brings no key.
         middleware.insert(0, _cors(config.allowed_origins))
@@ -124,7 +132,8 @@ def _routes(service: Service) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         status = client.status
-        phase = "draining" if lifecycle.draining else status.phase
+        phase = "paused" if client.state.refusal is not None else status.phase
+        phase = "draining" if lifecycle.draining else phase
         content = {"ready": lifecycle.is_ready, "phase": phase, "percent": status.percent}
         return JSONResponse(content, status_code=200 if lifecycle.is_ready else 503)
 
@@ -133,6 +142,10 @@ def _routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def finish_session(request: Request) -> Response:
+        # Nothing is kept for a session: X-Session-ID alone says where its requests go.
+        return JSONResponse({"status": "finished"})
 
     async def models(request: Request) -> Response:
         lifecycle.admit()
@@ -149,15 +162,19 @@ def _routes(service: Service) -> list[Route]:
         "/v1/responses": service.response,
         MESSAGES[0]: service.message,
         MESSAGES[1]: service.count_tokens,
+        "/inference/v1/generate": service.generate,
+        "/skyrl/v1/generate": service.generate,
+        "/v1/chat/completions/render": service.render,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
-        "/v1/load_lora_adapter": service.adapters.load,
-        "/v1/unload_lora_adapter": service.adapters.unload,
-        "/skyrl/v1/load_lora_adapter": service.adapters.replace,
+        ADAPTERS[0]: service.adapters.load,
+        ADAPTERS[1]: service.adapters.unload,
+        ADAPTERS[2]: service.adapters.replace,
     }
     return [
         Route("/", Page(), methods=["GET"]),
         *(Route(path, Post(service, answer), methods=["POST"]) for path, answer in posts.items()),
+        Route("/finish_session", finish_session, methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", health),
         Route("/ready", ready),
@@ -191,6 +208,8 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     The port is taken before anything is loaded. Raises `ValueError` for a taken port, a missing
     model, or a broken tokenizer or template.
     """
+    if engine_config.weight_transfer_config is not None and not server_config.enable_rl:
+        raise ValueError("--weight-transfer-config needs --enable-rl, which lets trainers in")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s server: %(message)s")
     sock = listen(server_config.host, server_config.port)
     with sock:
@@ -206,8 +225,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             )  # fmt: skip
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
-                model=model, defaults=texts.defaults, form=texts.form,
-                adapters=engine_config.adapters,
+                model=model, defaults=texts.defaults, form=texts.form, engine=engine_config,
             )  # fmt: skip
             life = Life(
                 client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout

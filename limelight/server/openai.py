@@ -34,7 +34,7 @@ SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "n", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words",
     "allowed_token_ids", "logit_bias", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens",
+    "skip_special_tokens", "routed_experts_prompt_start",
 )  # fmt: skip
 
 
@@ -199,6 +199,29 @@ class Reader:
             budget=_budget(shared),
             echo=bool(own.echo),
         )
+
+    def token_question(
+        self, shared: SharedFields, token_ids: list[int], *, logprobs: int | None, id: str
+    ) -> Question:
+        """Token ids to go on from, without `max_tokens` as far as the model reaches."""
+        self._check(shared)
+        self._check_logprobs("logprobs", logprobs)
+        least = 0 if shared.prompt_logprobs is not None else 1
+        check_max_tokens("max_tokens", shared.max_tokens, least)
+        with renamed({"prompt": "token_ids"}):
+            return Question(
+                kind="completion",
+                api="other",
+                id=id,
+                **self._served(shared),
+                shared=shared,
+                source=[token_ids],
+                params=self._params(shared, shared.max_tokens, logprobs, shared.prompt_logprobs),
+                logprobs=logprobs,
+                include_usage=False,
+                budget=_budget(shared),
+                field_names={"prompt": "token_ids"},
+            )
 
     def _check(self, shared: SharedFields):
         self.check_model(shared.model)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 from server_fakes import MODEL, Api, FakeEngine
 
-from limelight.config import ServerConfig
+from limelight.config import EngineConfig, ServerConfig
+from limelight.engine.client import OrderFailed
+from limelight.orders import Order, UnloadAdapter
 from limelight.server.app import create_app
-from limelight.types import LoRARequest, RequestError
+from limelight.types import LoRARequest
 
 ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter"]
 
@@ -20,14 +22,15 @@ class AdaptedEngine(FakeEngine):
     loaded: list[LoRARequest] = field(default_factory=list)
     unloaded: list[int] = field(default_factory=list)
 
-    async def load_adapter(self, adapter: LoRARequest) -> None:
+    async def order(self, order: Order) -> list[dict[str, object]]:
         await asyncio.sleep(0)
-        if adapter.lora_path.endswith("broken"):
-            raise RequestError("adapter_config.json: use_dora is not supported", param="lora_path")
-        self.loaded.append(adapter)
-
-    async def unload_adapter(self, adapter_id: int) -> None:
-        self.unloaded.append(adapter_id)
+        if isinstance(order, UnloadAdapter):
+            self.unloaded.append(order.adapter_id)
+        elif order.adapter.lora_path.endswith("broken"):
+            raise OrderFailed("adapter_config.json: use_dora is not supported", refused=True)
+        else:
+            self.loaded.append(order.adapter)
+        return [{}]
 
 
 @pytest.fixture
@@ -39,7 +42,8 @@ def served(tokenizer, template, tmp_path):
         config = ServerConfig(allow_runtime_lora_updating=may)
         app = create_app(
             engine, tokenizer, template, config,
-            model=MODEL, adapters=[LoRARequest("first", 1, "/adapters/first")],
+            model=MODEL,
+            engine=EngineConfig(enable_lora=True, lora_modules=["first=/adapters/first"]),
         )  # fmt: skip
         api = Api(app)
         api.engine = engine
@@ -80,6 +84,8 @@ def test_a_request_names_its_adapter_on_every_route(served):
         "/v1/completions": {"prompt": "Hi"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
         "/v1/responses": {"input": "Hi"},
+        "/inference/v1/generate": {"token_ids": [72, 105]},
+        "/skyrl/v1/generate": {"token_ids": [72, 105]},
         "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
     }
     for path, body in bodies.items():

@@ -1,0 +1,75 @@
+"""The last part of the experts where it is a kernel of its own: the sum of a row's outputs.
+
+Rounding points are those of `experts.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from limelight.ops import cdiv, next_power_of_2, pdl
+
+
+@triton.jit
+def weighted_sum(
+    routed, shared, weights, t, d, scale,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """For kernels: of row t, the weighted sum of its experts, scaled, and the shared one's."""
+    total_D = tl.zeros(d.shape, tl.float32)
+    for n in tl.static_range(COUNT):
+        pair = t * COUNT + n
+        out_D = tl.load(routed + pair * SIZE + d, mask=d < SIZE, other=0.0)
+        total_D += tl.load(weights + pair) * out_D.to(tl.float32)
+    total_D = total_D.to(dtype)
+    if SCALED:
+        total_D = (total_D.to(tl.float32) * scale).to(dtype)
+    if shared is not None:
+        out_D = tl.load(shared + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
+        total_D = (total_D.to(tl.float32) + out_D).to(dtype)
+    return total_D
+
+
+@triton.jit
+def _combine_kernel(
+    routed, shared, weights, out, scale,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A piece of one token's row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total_D = weighted_sum(
+        routed, shared, weights, t, d, scale, SIZE, COUNT, SCALED, out.dtype.element_ty
+    )  # fmt: skip
+    tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Outputs of the experts of T rows, N each, that are still to be summed: see `experts.py`."""
+
+    out_PD: torch.Tensor  # [T * N, D]
+    weights_TN: torch.Tensor
+    added_TD: torch.Tensor | None
+    scale: float
+
+    def __len__(self) -> int:
+        return len(self.weights_TN)
+
+    def combined(self) -> torch.Tensor:
+        """[T, D]."""
+        rows, size = len(self), self.out_PD.shape[1]
+        out_TD = self.out_PD.new_empty(rows, size)
+        block_d = min(1024, next_power_of_2(size))
+        _combine_kernel[(rows, cdiv(size, block_d))](
+            self.out_PD, self.added_TD, self.weights_TN, out_TD, self.scale,
+            SIZE=size, COUNT=self.weights_TN.shape[1], SCALED=self.scale != 1.0, BLOCK_D=block_d,
+            num_warps=4, **pdl(out_TD),
+        )  # fmt: skip
+        return out_TD
