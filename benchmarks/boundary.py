@@ -8,6 +8,7 @@ Rows and columns as Flint (2048, add and norm) and Beam (5120, sandwich) have th
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ def measure(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     if rank == 0:
         show("boundary", found)
         if args.json:
-            save(args.json, record("boundary", sys.argv[1:], found))
+            command = shlex.join(["python", *sys.argv])
+            save(args.json, record("boundary", [], found) | {"command": command})
     torch.cuda.synchronize()
     leave()
 

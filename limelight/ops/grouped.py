@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
+from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
@@ -370,10 +370,7 @@ TILES = {
 
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
-FP4_TILES: dict[int, Tile] = {
-    8: {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
-    72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-}
+FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
 
 
 def sort_pairs(
@@ -550,8 +547,12 @@ def unsummed_moe(
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
         weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        if each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and fits(weights[1]):
+        whole = fits(weights[1])
+        if whole and each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS:
             out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
+        elif whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
+            blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M)
+            out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         else:
             tile = fitted(by_size(FP4_TILES, each), y_TD)
             blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"])
