@@ -551,7 +551,7 @@ def unsummed_moe(
         if whole and each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS:
             out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
         elif whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
-            blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M)
+            blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M)
             out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         else:
             tile = fitted(by_size(FP4_TILES, each), y_TD)
