@@ -23,6 +23,7 @@ from limelight.orders import (
     EngineState,
     FinishUpdate,
     InitTransfer,
+    LoadAdapter,
     NameVersion,
     Order,
     Pause,
@@ -34,6 +35,7 @@ from limelight.orders import (
     Resume,
     Sleep,
     StartUpdate,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -202,6 +204,14 @@ class Control:
         self.engine.weight_version = order.version
         return {}
 
+    def _load_adapter(self, order: LoadAdapter) -> Result:
+        self.engine.load_adapter(order.adapter)
+        return {}
+
+    def _unload_adapter(self, order: UnloadAdapter) -> Result:
+        self.engine.unload_adapter(order.adapter_id)
+        return {}
+
     def _on_devices(self, order: InitTransfer | EndTransfer | Checksums) -> Result:
         if isinstance(order, Checksums) and WEIGHTS in self.asleep:
             raise ValueError("the weights sleep; wake them with POST /wake_up?tags=weights")
@@ -262,6 +272,8 @@ ACTS: dict[type, Callable[..., Result]] = {
     WakeUp: Control._wake_up,
     ResetPrefixCache: Control._reset_prefix_cache,
     NameVersion: Control._name_version,
+    LoadAdapter: Control._load_adapter,
+    UnloadAdapter: Control._unload_adapter,
     InitTransfer: Control._on_devices,
     EndTransfer: Control._on_devices,
     Checksums: Control._on_devices,

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
+from limelight.engine.lora import adapter_kinds, make_room, start_adapters
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices
 from limelight.engine.routing import Routing
@@ -48,6 +49,7 @@ from limelight.models.loader import (
 )
 from limelight.ops.fp4 import FP4
 from limelight.ops.kept import KEPT_BYTES
+from limelight.ops.lora import Adapted
 from limelight.ops.paging import FP8, work_space
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
@@ -151,8 +153,9 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
     mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
     place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
-    outline = build(found.architecture, model, place)
-    kinds, drafter = weight_kinds(outline), found.drafter
+    room = make_room(config, dtype)
+    outline = build(found.architecture, model, replace(place, adapters=room))
+    kinds, drafter = weight_kinds(outline) + adapter_kinds(room), found.drafter
     if drafter is not None:
         kinds.append(drafter_kind(drafter, outline, place))
     groups = plan_groups(model.windows, drafter.shape.windows if drafter else None)
@@ -215,7 +218,8 @@ def _workspace(config: EngineConfig, found: Resolved) -> int:
 def _unpacked(config: EngineConfig, outline: Model, found: Resolved) -> int:
     """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows, in
     graphs too."""
-    packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
+    held = [w for module in outline.modules() for w in vars(module).values()]
+    packed = [w for w in (w.base if type(w) is Adapted else w for w in held) if type(w) is FP4]
     if found.device.type == "cpu":
         return 0
     sizes = sorted({math.prod(weight.shape) for weight in packed})
@@ -315,9 +319,10 @@ def _load_runner(
     grammars: Mapping[str, "xgrammar.CompiledGrammar"],
 ) -> ModelRunner:
     scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
+    room = make_room(config, found.dtype)
     model = load_model(
         found.weights,
-        place,
+        replace(place, adapters=room),
         config_folder=found.config,
         stored=found.stored,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -333,6 +338,7 @@ def _load_runner(
         grammars=grammars,
         logprobs_mode=config.logprobs_mode,
         batch_invariant=config.batch_invariant,
+        room=room,
     )
 
 
@@ -349,6 +355,8 @@ def _start(
     device, ends = found.device, found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
+    leading = runner if ranks is None else LeadingRunner(runner, ranks)
+    adapters = start_adapters(config, leading)
     scheduler = Scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
@@ -356,6 +364,7 @@ def _start(
         max_model_len=plan.max_model_len,
         policy=config.scheduling_policy,
         num_drafts=0 if found.drafter is None else found.drafter.num_drafts,
+        adapters=adapters,
     )
     info = ModelInfo(
         architecture=found.architecture,
@@ -370,8 +379,8 @@ def _start(
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
     engine = Engine(
-        scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
-        eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
+        scheduler, leading, eos_token_ids=ends, overlap=overlap, grammars=grammars,
+        drafting=drafting, ranks=ranks, adapters=adapters,
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
     control = Control(engine, all_devices(config, runner, ranks))

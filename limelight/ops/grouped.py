@@ -260,7 +260,7 @@ def _routed_down(
 
 
 @triton.jit
-def _grouped_down_kernel(
+def grouped_down_kernel(
     inner, shared_inner, down, shared_down, factors, shared_factors, block_rows, blocks,
     out, shared_out, rows,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
@@ -302,7 +302,7 @@ def _grouped_down_kernel(
 
 
 @triton.jit
-def _grouped_fp4_kernel(
+def grouped_fp4_kernel(
     x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
     block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
     N: tl.constexpr, K: tl.constexpr, SHARED_N: tl.constexpr, SHARED_K: tl.constexpr,
@@ -383,7 +383,9 @@ EACH_WHERE_INVARIANT = 48
 FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
 
 
-def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_pairs(
+    ids_TN: torch.Tensor, experts: int, block_m: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs of each row of each block; and of each block the expert and its rows, packed."""
     pairs = ids_TN.numel()
     most = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
@@ -433,7 +435,7 @@ def _described(
     return found
 
 
-def _words(*weights: FP4 | None) -> list[torch.Tensor | None]:
+def words_of_each(*weights: FP4 | None) -> list[torch.Tensor | None]:
     """The weights as their kernel takes them."""
     found: list[torch.Tensor | None] = []
     for weight in weights:
@@ -465,8 +467,8 @@ def _decoding(
         kinds = 2 if sizes["GATED"] else 1
         tiles = (cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
         programs = sum(n * b for n, b in zip(tiles, (most, shared_blocks), strict=True))
-        _grouped_fp4_kernel[(programs,)](
-            x, shared_x, *_words(*weights), *blocks, out, shared_out, rows,
+        grouped_fp4_kernel[(programs,)](
+            x, shared_x, *words_of_each(*weights), *blocks, out, shared_out, rows,
             x.stride(0), shared_x.stride(0), **sizes, FP32=fp32, **tile, **pdl(y_TD),
         )  # fmt: skip
 
@@ -481,11 +483,11 @@ def _decoding(
     return out_PD, shared_TD
 
 
-def _fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
+def fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
     return tile | {"num_stages": stages(tensor, tile["num_stages"])}
 
 
-def _held(
+def unpacked(
     tile: Tile, weights: tuple[Weight, Weight | None], dtype: torch.dtype, *, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """Weights as their kernel takes them, unpacked, and what scales their rows."""
@@ -523,13 +525,13 @@ def _multiplying(
     programs = most * cdiv(width, gate_up["BLOCK_N"])
     programs += shared_blocks * cdiv(shared, gate_up["BLOCK_N"])
     _grouped_gate_up_kernel[(programs,)](
-        y_TD, *_held(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
+        y_TD, *unpacked(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
         inner_PF, shared_TF, rows, y_TD.stride(0), **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
     )  # fmt: skip
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    _grouped_down_kernel[((most + shared_blocks) * cdiv(size, down["BLOCK_N"]),)](
-        inner_PF, shared_TF, *_held(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
+    grouped_down_kernel[((most + shared_blocks) * cdiv(size, down["BLOCK_N"]),)](
+        inner_PF, shared_TF, *unpacked(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
         out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
     )  # fmt: skip
     return out_PD, shared_TD
@@ -556,16 +558,16 @@ def unsummed_moe(
         assert not isinstance(shared_down_DF, torch.Tensor)
         weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
         if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
-            blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M)
+            blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M)
             out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         else:
-            tile = _fitted(by_size(FP4_TILES, each), y_TD)
-            blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
+            tile = fitted(by_size(FP4_TILES, each), y_TD)
+            blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"])
             out_PD, shared_TD = _decoding(y_TD, *weights, blocks, tile, count, fp32)
     else:
         block_m, *tiles = by_size(TILES, each)
-        blocks = _sort(ids_TN, experts, block_m)
-        gate_up, down = (_fitted(tile, y_TD) for tile in tiles)
+        blocks = sort_pairs(ids_TN, experts, block_m)
+        gate_up, down = (fitted(tile, y_TD) for tile in tiles)
         out_PD, shared_TD = _multiplying(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
             (gate_up, down), count, fp32,

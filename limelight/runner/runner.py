@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
+from limelight.models.adapters import AdapterRoom
 from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
@@ -17,6 +18,7 @@ from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
+from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.drawing import draw, draws_shares
@@ -35,7 +37,7 @@ from limelight.runner.inputs import (
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.logprobs import token_logprobs
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
-from limelight.steps import Admission, Grant, StepPlan, StepResult
+from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class ModelRunner:
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         batch_invariant: bool = False,
+        room: AdapterRoom | None = None,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -97,6 +100,7 @@ class ModelRunner:
             chooses=self.mesh.rank == 0,
             logprobs_mode=logprobs_mode,
         )
+        self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.sharing_graphs: Graphs[StepTensors, Judged] | None = None  # without cut-offs
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
@@ -119,8 +123,13 @@ class ModelRunner:
         self.drafted = DraftedSteps(
             self.model, drafter, self.sampler,
             max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,
+            adapters=self.adapters,
         )  # fmt: skip
         return drafter
+
+    def read_adapter(self, move: AdapterMove) -> None:
+        """Take an adapter into host memory at once; `ValueError` for what cannot be served."""
+        self.adapters.move(move)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""
@@ -136,8 +145,11 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
+        for move in plan.moves:
+            self.adapters.move(move)
         for admission in plan.admissions:
             self._admit(admission)
+        self.adapters.begin(plan.grants)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
@@ -202,11 +214,12 @@ class ModelRunner:
             self.prompt_graphs = Graphs(
                 self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
                 prompt_sizes(self.max_num_batched_tokens), progress,
-                name="graphs of steps with prompts", beside=beside,
+                name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
             )  # fmt: skip
             self.graphs = Graphs(
                 self.decode, lambda count: self._send((count,) * 3, [], []),
                 graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+                adapters=self.adapters,
             )  # fmt: skip
             device, sizes = self.device, self.graphs.sizes
             sizes = [size for size in sizes if draws_shares(self.mesh, size, device)]
@@ -215,6 +228,7 @@ class ModelRunner:
                     lambda tensors: self.decode(tensors, cuts=False),
                     lambda count: self._send((count,) * 3, [], []),
                     sizes, progress, name="graphs without cut-offs", beside=self.graphs,
+                    adapters=self.adapters,
                 )  # fmt: skip
 
     def forget_device(self) -> None:
@@ -245,6 +259,7 @@ class ModelRunner:
     def forget(self) -> None:
         """Drop what is known of every slot."""
         self.slots.clear()
+        self.adapters.forget()
         self.sampler.rules.clear()
 
     def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
@@ -262,9 +277,10 @@ class ModelRunner:
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
-        if self.drafted is None:
-            return self.model(tensors.tokens_T, batch)
-        return self.drafted.follow(tensors, batch)
+        with self.adapters.of_rows(tensors.rows_B, tensors.starts_B, len(tensors.tokens_T)):
+            if self.drafted is None:
+                return self.model(tensors.tokens_T, batch)
+            return self.drafted.follow(tensors, batch)
 
     def _send(self, size: Size, grants: list[Grant], sampling: list[Grant]) -> StepTensors:
         """A step's inputs on the device, rows beyond the grants' as padding."""
@@ -275,6 +291,7 @@ class ModelRunner:
         request = admission.request
         token_ids = request.prompt_token_ids + admission.output_token_ids
         self.slots[admission.slot] = Slot(request, token_ids)
+        self.adapters.admit(admission.slot, admission.adapter_slot)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
     def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:
