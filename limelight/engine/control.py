@@ -199,6 +199,8 @@ class Control:
 
     def _renew(self) -> None:
         self.engine.scheduler.renew_prefixes()
+        if self.engine.routing is not None:
+            self.engine.routing.renew()
 
     def _name_version(self, order: NameVersion) -> Result:
         self.engine.weight_version = order.version
