@@ -128,7 +128,7 @@ class Control:
                 _check_sleep(order)
             if order.mode == "abort":
                 outputs = self.engine.abort_all()
-            elif order.mode == "wait" and self.engine.scheduler.has_work and not self._stuck:
+            elif order.mode == "wait" and self._runs:
                 self.draining.append((asked.id, order))
                 self.paused = "wait" if isinstance(order, Pause) else self.paused
                 return outputs
@@ -138,9 +138,10 @@ class Control:
         return outputs
 
     @property
-    def _stuck(self) -> bool:
-        """Whether what runs cannot end by itself."""
-        return bool(self.asleep) or self.updating or self.incomplete is not None
+    def _runs(self) -> bool:
+        """Whether there is something that can end by itself."""
+        is_stuck = bool(self.asleep) or self.updating or self.incomplete is not None
+        return not is_stuck and (self.engine.scheduler.has_work or bool(self.engine.compiling))
 
     def _finish(self, id: int, order: Order, *, count: int = 0) -> None:
         if isinstance(order, AbortRequests):

@@ -60,7 +60,6 @@ from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
-from limelight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import xgrammar
@@ -119,8 +118,6 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
-    if config.batch_invariant and device.type == "cuda":
-        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -191,6 +188,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         max_num_seqs=config.max_num_seqs,
         chunk=min(config.max_num_batched_tokens, length),
         ahead=0 if drafter is None else drafter.ahead,
+        invariant_on_gpu=config.batch_invariant and device.type == "cuda",
     )
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
 
@@ -403,9 +401,6 @@ def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> Ca
 
 
 def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocabulary:
-    """The tokens as xgrammar takes them; `ValueError` for a model without a tokenizer."""
-    source = config.text_source
-    folder = found.weights if source == config.model else locate(source, weights=False)
-    tokenizer = Tokenizer.load(folder)
-    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    return Vocabulary(tokens, found.shape.vocab_size, ends)
+    own = config.text_source == config.model
+    folder = found.weights if own else locate(config.text_source, weights=False)
+    return Vocabulary.load(folder, found.shape.vocab_size, ends)

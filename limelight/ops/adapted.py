@@ -9,7 +9,7 @@ between them, than those of a step without adapters.
 import torch
 
 from limelight.ops import by_size, cdiv, pdl, thin
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, Weight
 from limelight.ops.grouped import (
     FP4_TILES,
@@ -86,7 +86,7 @@ def adapted_moe(
     *,
     fp32: bool,
     scale: float,
-) -> Routed:
+) -> Unsummed:
     """`moe`, plus `added_TD`, but for the sum; the arguments have been checked."""
     rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
     sorted_by: dict[int, Blocks] = {}
@@ -100,4 +100,4 @@ def adapted_moe(
 
     inner_PF = thin.swiglu_rows(product(y_TD, gate_up_EGD, count), fp32=fp32)
     out_PD = product(inner_PF, down_EDF, 1)
-    return Routed(out_PD, weights_TN, added_TD, scale)
+    return Unsummed(out_PD, weights_TN, added_TD, scale)

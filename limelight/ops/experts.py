@@ -15,7 +15,7 @@ from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import Activation, swiglu, swiglu_fp32
 from limelight.ops.adapted import adapted_moe
 from limelight.ops.chosen import few_moe, most_rows
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, multiply_reference
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed, without_adapters
 
@@ -161,7 +161,7 @@ def _launch_moe(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,
     )  # fmt: skip
-    return out.combined() if isinstance(out, Routed) else out
+    return out.combined() if isinstance(out, Unsummed) else out
 
 
 def unsummed_moe_reference(
@@ -175,7 +175,7 @@ def unsummed_moe_reference(
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     """As `moe`; where a kernel of its own would sum the experts' outputs, these as they are."""
     return moe_reference(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
@@ -194,7 +194,7 @@ def _launch_unsummed_moe(
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     _check(y_TD, gate_up_EGD, down_EDF, shared_gate_up_GD, shared_down_DF)
     gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     assert weights_TN.shape == ids_TN.shape and len(ids_TN) == len(y_TD)
@@ -218,6 +218,7 @@ def _launch_unsummed_moe(
         )
     alike = _kind(gate_up_EGD) == _kind(down_EDF)
     few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    few = few and not is_batch_invariant()
     return (few_moe if few else grouped.unsummed_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, wide_GD, narrow_DF, added_TD,
         fp32=fp32, scale=scale,

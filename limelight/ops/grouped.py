@@ -13,11 +13,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stages
+from limelight.ops import (
+    by_size,
+    cdiv,
+    grouped_fp4,
+    is_batch_invariant,
+    next_power_of_2,
+    pdl,
+    stages,
+)
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
-from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
 
 @triton.jit
@@ -368,6 +375,9 @@ TILES = {
     2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),
 }
 
+# Where rows must not depend on their number, as if there were so many pairs an expert.
+EACH_WHERE_INVARIANT = 48
+
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
 FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
@@ -539,18 +549,15 @@ def unsummed_moe(
     *,
     fp32: bool,
     scale: float,
-) -> Routed:
+) -> Unsummed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
-    each = cdiv(rows * count, experts)
+    each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(rows * count, experts)
     if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
         assert not isinstance(shared_gate_up_GD, torch.Tensor)
         assert not isinstance(shared_down_DF, torch.Tensor)
         weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        whole = fits(weights[1])
-        if whole and each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS:
-            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
-        elif whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
+        if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
             blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M)
             out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         else:
@@ -565,7 +572,7 @@ def unsummed_moe(
             y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
             (gate_up, down), count, fp32,
         )  # fmt: skip
-    return Routed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
+    return Unsummed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
 
 
 def grouped_moe(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import fp4, op, thin
+from limelight.ops import fp4, invariant, is_batch_invariant, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
@@ -110,6 +110,9 @@ def _product(
     if isinstance(weight_DF, Adapted):
         y_TD = _adapt(x_TF, weight_DF, _product(x_TF, weight_DF.base), add_lora.kernel)
         return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
+    if is_batch_invariant():
+        y_TD = invariant.linear(x_TF, _unpacked(weight_DF))
+        return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
     if len(x_TF) == 1 and x_TF.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
     if thin.few_tile(len(x_TF), weight_DF) is not None:
@@ -144,7 +147,7 @@ def _norm_product(
     fp32: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weight_ND = needed(weight_ND)
-    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS
+    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS and not is_batch_invariant()
     if one and not isinstance(x_TD, Partial) and not isinstance(weight_ND, Adapted):
         sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
@@ -179,7 +182,15 @@ def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Matrix, *, fp32: bool
     return _product(x_TD, gate_up_GD, fp32=fp32)
 
 
+def _unpacked(weight: Weight) -> torch.Tensor:
+    """A weight where rows must not depend on their number: the start has seen to it."""
+    assert isinstance(weight, torch.Tensor), "products of NVFP4 weights depend on the rows"
+    return weight
+
+
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
+    if is_batch_invariant():
+        return invariant.linear(x_TD, _unpacked(weight_VD), dtype=torch.float32)
     if isinstance(weight_VD, FP4):
         # The matrix units, which leave more of the time to decoding, win where rows are many.
         if thin.few_tile(len(x_TD), weight_VD) is not None:

@@ -47,6 +47,15 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
+def have_come(store: TCPStore, size: int) -> bool:
+    """Whether all ranks above 0 are about to join: rank 0 then need not wait for them long."""
+    return bool(store.check([_arrival(rank) for rank in range(1, size)]))
+
+
+def _arrival(rank: int) -> str:
+    return f"rank {rank} has come"
+
+
 def join(
     store: TCPStore, device: torch.device, rank: int, size: int, *, width: int, dtype: torch.dtype
 ) -> Mesh:
@@ -55,6 +64,7 @@ def join(
     `width` and `dtype` are those of the rows [T, D] that layers sum.
     """
     on_gpu = device.type == "cuda"
+    store.set(_arrival(rank), "")
     # What is summed here needs no multicast, whose set-up can fail where all else works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if sys.platform == "linux":

@@ -14,8 +14,8 @@ Outcome = TypeVar("Outcome")
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Sizes to capture: 1, 2, 4, multiples of 8, from 128 on of 16, and the largest."""
-    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, largest, 16), largest}
+    """Sizes to capture: 1, 2, 4, 12, multiples of 8, from 128 on of 16, and the largest."""
+    sizes = {1, 2, 4, 12, *range(8, 128, 8), *range(128, largest, 16), largest}
     return sorted(size for size in sizes if size <= largest)
 
 

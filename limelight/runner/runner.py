@@ -15,15 +15,13 @@ from limelight.models.loader import Model
 from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES, Prompt
-from limelight.ops.pieces import Cuts
-from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
-from limelight.parallel.sampling import sample_shares
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
+from limelight.runner.drawing import draw, draws_shares
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     BlockTables,
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
 
 # Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
 LOGIT_ROWS_AT_ONCE = 256
-# Of fewer rows a GPU gathers all logits sooner than ranks tell each other what they have of them.
-# Not measured yet.
-LEAST_SHARED_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -107,8 +102,7 @@ class ModelRunner:
         )
         self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
-        # The same for many rows without cut-offs, whose logits several ranks need not gather.
-        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None
+        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None  # without cut-offs
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
 
@@ -187,7 +181,7 @@ class ModelRunner:
         hidden_RD = hidden_TD[tensors.samples_R]
         if on_device:
             cuts = any(rule.truncated for rule in rules)
-            launched.judged = self._draw(hidden_RD, tensors, cuts=cuts)
+            launched.judged = draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
             return launched
         logits_RV = self.model.logits(hidden_RD)
         slots = [grant.slot for grant in sampling]
@@ -227,7 +221,8 @@ class ModelRunner:
                 graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
                 adapters=self.adapters,
             )  # fmt: skip
-            sizes = [size for size in self.graphs.sizes if self._shares(size)]
+            device, sizes = self.device, self.graphs.sizes
+            sizes = [size for size in sizes if draws_shares(self.mesh, size, device)]
             if sizes:
                 self.sharing_graphs = Graphs(
                     lambda tensors: self.decode(tensors, cuts=False),
@@ -270,13 +265,15 @@ class ModelRunner:
     def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self._run(tensors, batch), tensors, cuts=cuts)
+        hidden_RD = self._run(tensors, batch)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
 
     def read(self, tensors: StepTensors) -> Judged:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
-        return self._draw(hidden_TD[tensors.samples_R], tensors, cuts=True)
+        hidden_RD = hidden_TD[tensors.samples_R]
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
@@ -313,10 +310,10 @@ class ModelRunner:
 
     def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
         """Those of steps in which all decode."""
-        if self.sharing_graphs is None or not self._shares(len(sampling)):
+        sharing, rules = self.sharing_graphs, (self.sampler.rules[one.slot] for one in sampling)
+        if sharing is None or len(sampling) < sharing.sizes[0] or any(r.truncated for r in rules):
             return self.graphs
-        cuts = any(self.sampler.rules[grant.slot].truncated for grant in sampling)
-        return self.graphs if cuts else self.sharing_graphs
+        return sharing
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
@@ -383,24 +380,6 @@ class ModelRunner:
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
         prompts = prompts_of(grants, len(tensors.tokens_T))
         return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
-
-    def _draw(self, hidden_RD: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
-        """Each row's token, kept as the last of its slot, and its best logit."""
-        into = (self.last_tokens, tensors.sample_slots_R)
-        numbers = (tensors.temperature_R, tensors.uniform_R)
-        if not cuts and self._shares(len(hidden_RD)):
-            logits_RS, first = self.model.logit_share(hidden_RD), self.model.head.first
-            token_R, best_R = sample_shares(logits_RS, *numbers, self.mesh, first=first, into=into)
-            return Judged(token_R[:, None], best_R)
-        logits_RV = self.model.logits(hidden_RD)
-        cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
-        token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
-        return Judged(token_R[:, None], best_R)
-
-    def _shares(self, rows: int) -> bool:
-        """Whether so many rows without cut-offs are drawn without gathering their logits."""
-        least = 1 if self.device.type == "cpu" else LEAST_SHARED_ROWS
-        return self.mesh.group is not None and rows >= least
 
     def _batch(
         self,
