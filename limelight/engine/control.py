@@ -211,7 +211,7 @@ class Control:
         return {}
 
     def _unload_adapter(self, order: UnloadAdapter) -> Result:
-        self.engine.unload_adapter(order.adapter_id)
+        self.engine.adapters.unload(order.adapter_id)
         return {}
 
     def _on_devices(self, order: InitTransfer | EndTransfer | Checksums) -> Result:
