@@ -1,13 +1,11 @@
-"""DAPO on a served model: a trainer of a policy that is small enough to read.
+"""DAPO on a served model: a trainer that is small enough to read.
 
     python examples/rl/dapo.py flint-nano --steps 50
 
-starts `limelight serve` (or takes the one at --url), and for each step asks it for answers to sums,
-keeps the groups in which some answers are right and some are not, trains transformers' model on
-them with the experts that the answers' tokens went to, and sends the new weights. Flags that are
+starts `limelight serve` (or goes to the one at --url), and at each step asks it for answers to
+sums, keeps the groups that some answers are right in and some are not, trains transformers' model
+on them with the experts that the answers' tokens went to, and sends the new weights. Flags that are
 not known here go to the server. In --out: log.jsonl, a line a step; rewards.png; model/.
-
-On a GPU the trainer has the first one, and the server the second.
 """
 
 import argparse
@@ -16,12 +14,13 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from objective import advantages, dapo_loss, sample_informative, soft_punishment
-from rollouts import Question, Rollout, Server, Sums, rollout
+from rollouts import Answer, Question, Sums, generate, serving
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,303 +29,251 @@ from limelight.checkpoint import locate
 from limelight.rl.replay import replay, routers
 from limelight.rl.sender import WeightSender
 
+Sample = tuple[Question, Answer, float]  # the last is its reward
 Row = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a user may choose; the defaults are for the bundled models."""
-
-    url: str | None = None
-    out: Path = Path("dapo")
-    json: Path | None = None
-    device: str = "cpu"
-    dtype: str = "bfloat16"
-    seed: int = 0
-    steps: int = 50
-    # A step: so many groups of so many answers, learned from in so many updates.
-    groups: int = 16
-    samples: int = 8
-    updates: int = 2
-    max_draws: int = 30
-    held_out: int = 64
-    max_tokens: int = 16
-    temperature: float = 1.0
-    overlong_buffer: int = 4
-    overlong_filter: int = 1
-    lr: float = 1e-4
-    warm_up: int = 5
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-    importance_cap: float = 2.0
-    lora: int = 0  # rank of adapters; 0: all weights
+LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Answers as the trainer reads them, padded to the right. Of B sequences of S tokens:
-
-    those that count [B, S - 1] (entry i is of token i + 1), their log-probabilities as sampled, and
-    the experts [B, S, layers, chosen] of each token.
-    """
+    """B answers behind their prompts, padded on the right to S tokens. Counting from the second
+    token, [B, S - 1]: whether it counts, and its log-probability as it was sampled."""
 
     tokens_BS: torch.Tensor
     counts_BS: torch.Tensor
     sampled_BS: torch.Tensor
-    ids_BSLN: torch.Tensor
+    ids_BSLN: torch.Tensor  # experts
     advantages_B: torch.Tensor
 
     @classmethod
-    def of(cls, groups: list[list[Rollout]], settings: Settings, num_chosen: int) -> "Batch":
-        rollouts = [one for group in groups for one in group]
-        lengths = [len(one.question.token_ids) + len(one.token_ids) for one in rollouts]
-        B, S, L = len(rollouts), max(lengths), rollouts[0].routed.shape[1]
-        tokens_BS = torch.zeros(B, S, dtype=torch.long)
-        counts_BS, sampled_BS = torch.zeros(B, S - 1, dtype=torch.bool), torch.zeros(B, S - 1)
+    def of(cls, groups: list[list[Sample]], *, num_chosen: int, filter_overlong: bool) -> "Batch":
+        samples = [one for group in groups for one in group]
+        lengths = [len(asked.token_ids) + len(answer.token_ids) for asked, answer, _ in samples]
+        B, S, L = len(samples), max(lengths), samples[0][1].routed.shape[1]
+        tokens_BS, sampled_BS = torch.zeros(B, S, dtype=torch.long), torch.zeros(B, S - 1)
+        counts_BS = torch.zeros(B, S - 1, dtype=torch.bool)
         # Any distinct ids for padding and for the last token, which no one has computed.
         ids_BSLN = torch.arange(num_chosen).expand(B, S, L, -1).clone()
-        for b, (one, length) in enumerate(zip(rollouts, lengths, strict=True)):
-            tokens_BS[b, :length] = torch.tensor(one.question.token_ids + one.token_ids)
-            answer = slice(len(one.question.token_ids) - 1, length - 1)
-            counts_BS[b, answer] = not (settings.overlong_filter and one.truncated)
-            sampled_BS[b, answer] = torch.tensor(one.logprobs)
-            ids_BSLN[b, : length - 1] = torch.from_numpy(one.routed.astype("int64"))
-        made = (tokens_BS, counts_BS, sampled_BS, ids_BSLN, advantages(groups))
-        return cls(*(x.to(settings.device) for x in made))
+        for b, ((asked, answer, _), length) in enumerate(zip(samples, lengths, strict=True)):
+            at = slice(len(asked.token_ids) - 1, length - 1)
+            tokens_BS[b, :length] = torch.tensor(asked.token_ids + answer.token_ids)
+            sampled_BS[b, at] = torch.tensor(answer.logprobs)
+            counts_BS[b, at] = not (filter_overlong and answer.truncated)
+            ids_BSLN[b, : length - 1] = torch.from_numpy(answer.routed.astype("int64"))
+        rewards = [[reward for _, _, reward in group] for group in groups]
+        return cls(tokens_BS, counts_BS, sampled_BS, ids_BSLN, advantages(rewards))
 
-    def part(self, rows: torch.Tensor) -> "Batch":
-        return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def rows(self, index: torch.Tensor) -> "Batch":
+        return Batch(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 class Trainer:
-    """The model, in the precision that is served, and AdamW over FP32 copies of what it trains."""
+    """A model as it is served, and AdamW over FP32 copies of what is trained of it."""
 
-    def __init__(self, model: nn.Module, settings: Settings):
-        self.model, self.settings = model, settings
-        self.num_chosen = next(iter(routers(model).values())).top_k
-        self.trained = [x for x in model.parameters() if x.requires_grad]
+    def __init__(self, name: str, args: argparse.Namespace):
+        torch.manual_seed(args.seed)
+        self.args = args
+        self.model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            locate(name), dtype=getattr(torch, args.dtype)
+        ).to(args.device)
+        if args.lora:
+            from peft import LoraConfig, get_peft_model
+
+            adapters = LoraConfig(r=args.lora, lora_alpha=args.lora, target_modules=LINEAR)
+            self.model = get_peft_model(self.model, adapters)
+        self.num_chosen = next(iter(routers(self.model).values())).top_k
+        self.trained = [x for x in self.model.parameters() if x.requires_grad]
         self.copies = [x.detach().float().clone() for x in self.trained]
-        self.adamw = torch.optim.AdamW(
-            self.copies, lr=settings.lr, weight_decay=settings.weight_decay
-        )
-        self.warm_up = torch.optim.lr_scheduler.LambdaLR(
-            self.adamw, lambda step: min(1.0, (step + 1) / max(1, settings.warm_up))
+        self.adamw = torch.optim.AdamW(self.copies, args.lr, weight_decay=args.weight_decay)
+        self.warm_up = torch.optim.lr_scheduler.LinearLR(
+            self.adamw, 1 / (args.warm_up + 1), total_iters=args.warm_up
         )
 
     def logprobs(self, batch: Batch, *, replayed: bool = True) -> torch.Tensor:
-        """[B, S - 1]: of each token after the first, at the temperature of sampling."""
-        # Padding is to the right and attention causal, so no mask is needed.
-        if replayed:
-            with replay(self.model, batch.ids_BSLN.flatten(0, 1)):
-                logits_BSV = self.model(batch.tokens_BS, use_cache=False).logits
-        else:
-            logits_BSV = self.model(batch.tokens_BS, use_cache=False).logits
-        scaled_BSV = logits_BSV[:, :-1].float() / self.settings.temperature
-        return scaled_BSV.log_softmax(-1).gather(2, batch.tokens_BS[:, 1:, None])[..., 0]
+        """[B, S - 1], of each token after the first."""
+        # Attention is causal and padding on the right, so it needs no mask.
+        with replay(self.model, batch.ids_BSLN.flatten(0, 1)) if replayed else nullcontext():
+            logits_BSV = self.model(batch.tokens_BS, use_cache=False).logits[:, :-1]
+        logprobs_BSV = (logits_BSV.float() / self.args.temperature).log_softmax(-1)
+        return logprobs_BSV.gather(2, batch.tokens_BS[:, 1:, None])[..., 0]
 
     def learn(self, batch: Batch) -> Row:
         """Make the updates of a step; returns what is logged of them."""
+        batch = Batch(*(getattr(batch, field.name).to(self.args.device) for field in fields(batch)))
         with torch.no_grad():
             old_BS, own_BS = self.logprobs(batch), self.logprobs(batch, replayed=False)
         replayed, own = ((x - batch.sampled_BS)[batch.counts_BS].abs() for x in (old_BS, own_BS))
-        # From what sampled the tokens to the policy of the trainer before this step.
-        cap = self.settings.importance_cap
-        weights_BS = (old_BS - batch.sampled_BS).exp().clamp(max=cap)
-        losses, norms = [], []
-        rows = torch.randperm(len(old_BS)).to(old_BS.device)
-        for part in rows.chunk(self.settings.updates):
-            these = batch.part(part)
-            loss = dapo_loss(
-                self.logprobs(these), old_BS[part], these.advantages_B, these.counts_BS,
-                weights_BS=weights_BS[part],
+        # The old policy is the trainer's of before this step; the rollouts' may differ a little.
+        weights_BS = (old_BS - batch.sampled_BS).exp().clamp(max=self.args.importance_cap)
+        loss = norm = 0.0
+        for index in torch.randperm(len(old_BS), device=old_BS.device).chunk(self.args.updates):
+            part = batch.rows(index)
+            value = dapo_loss(
+                self.logprobs(part), old_BS[index], part.advantages_B, part.counts_BS,
+                weights_BS[index],
             )  # fmt: skip
-            loss.backward()
-            losses.append(loss.item())
-            norms.append(self._step())
+            value.backward()
+            loss, norm = loss + value.item() / self.args.updates, max(norm, self._update())
         return {
-            "loss": sum(losses) / len(losses),
-            "grad_norm": sum(norms) / len(norms),
-            "replayed_abs_diff": replayed.mean().item(),
-            "own_abs_diff": own.mean().item(),
-        }
+            "abs_diff_replayed": replayed.mean().item(), "abs_diff_own": own.mean().item(),
+            "loss": loss, "grad_norm": norm,
+        }  # fmt: skip
 
-    def _step(self) -> float:
+    @torch.no_grad()
+    def _update(self) -> float:
         for copy, x in zip(self.copies, self.trained, strict=True):
             copy.grad, x.grad = None if x.grad is None else x.grad.float(), None
-        norm = nn.utils.clip_grad_norm_(self.copies, self.settings.max_norm)
+        norm = nn.utils.clip_grad_norm_(self.copies, self.args.max_norm)
         self.adamw.step()
         self.warm_up.step()
-        with torch.no_grad():
-            for copy, x in zip(self.copies, self.trained, strict=True):
-                x.copy_(copy)
+        for copy, x in zip(self.copies, self.trained, strict=True):
+            x.copy_(copy)
         return float(norm)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the server gets: all weights, adapters added to those that they adapt."""
+        """All weights by transformers' names, with adapters added to what they adapt."""
         layers = dict(self.model.named_modules())
         for name, x in self.model.named_parameters():
-            if "lora_" in name:
-                continue
-            layer = layers[name.rpartition(".base_layer.")[0]] if ".base_layer." in name else None
-            if layer is not None and name.endswith(".weight"):
+            if ".base_layer." in name:
+                layer = layers[name.rpartition(".base_layer.")[0]]
                 x = (x.float() + layer.get_delta_weight("default").float()).to(x.dtype)
-            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), x
+            if ".lora_" not in name:
+                yield name.removeprefix("base_model.model.").replace(".base_layer", ""), x
 
 
-def load(model: str, settings: Settings) -> nn.Module:
-    """transformers' model; with adapters on attention and MLPs that are no experts, if asked for.
+class Rollouts:
+    """Questions, the server's answers to them, and their rewards."""
 
-    Adapters are sent as weights: the server needs no flags for them.
-    """
-    torch.manual_seed(settings.seed)
-    kind = getattr(torch, settings.dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(locate(model), dtype=kind).to(settings.device)
-    if not settings.lora:
-        return loaded
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise SystemExit("--lora needs peft: pip install peft") from error
-    linear = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-    return get_peft_model(
-        loaded, LoraConfig(r=settings.lora, lora_alpha=settings.lora, target_modules=linear)
-    )
+    def __init__(self, url: str, sums: Sums, args: argparse.Namespace):
+        self.url, self.sums, self.args, self.num_sampled = url, sums, args, 0
 
-
-class Run:
-    """A server, a trainer and the questions between them."""
-
-    def __init__(self, server: Server, trainer: Trainer, sums: Sums):
-        self.server, self.trainer, self.sums = server, trainer, sums
-        self.settings, self.num_asked = trainer.settings, 0
-
-    def draw(self) -> list[list[Rollout]]:
-        """As many groups as a step has, of new questions."""
-        settings = self.settings
-        questions = self.sums.draw(settings.groups)
-        choices = self.server.generate(
-            questions, n=settings.samples, temperature=settings.temperature,
-            max_tokens=settings.max_tokens, seed=settings.seed + self.num_asked,
+    def draw(self) -> list[list[Sample]]:
+        """As many groups as a step needs, of new questions."""
+        args, questions = self.args, self.sums.draw(self.args.groups)
+        groups = generate(
+            self.url, questions, seed=args.seed + self.num_sampled, n=args.samples,
+            temperature=args.temperature, max_tokens=args.max_tokens,
         )  # fmt: skip
-        self.num_asked += settings.groups * settings.samples
+        self.num_sampled += args.groups * args.samples
         return [
-            [rollout(question, one, self._reward(question, one)) for one in group]
-            for question, group in zip(questions, choices, strict=True)
+            [(asked, answer, self._reward(asked, answer)) for answer in group]
+            for asked, group in zip(questions, groups, strict=True)
         ]
 
-    def _reward(self, question: Question, choice: dict) -> float:
-        ids, settings = choice["token_ids"], self.settings
-        right = choice["finish_reason"] == "stop" and self.sums.is_right(question, ids)
-        return float(right) + soft_punishment(
-            len(ids), max_tokens=settings.max_tokens, buffer=settings.overlong_buffer
-        )
+    def _reward(self, asked: Question, answer: Answer) -> float:
+        length, limit = len(answer.token_ids), self.args.max_tokens
+        punishment = soft_punishment(length, max_tokens=limit, buffer=self.args.overlong_buffer)
+        return self.sums.is_right(asked, answer) + punishment
 
     def score(self) -> float:
         """The share of held-out questions that greedy answers get right."""
-        questions = self.sums.held_out
-        choices = self.server.generate(
-            questions, temperature=0.0, max_tokens=self.settings.max_tokens
-        )
-        right = [self.sums.is_right(q, one["token_ids"]) for q, [one] in zip(questions, choices)]  # noqa: B905
+        asked, limit = self.sums.held_out, self.args.max_tokens
+        told = generate(self.url, asked, seed=0, temperature=0.0, max_tokens=limit)
+        right = [self.sums.is_right(*pair) for pair in zip(asked, sum(told, []), strict=True)]
         return sum(right) / len(right)
 
-    def step(self) -> Row:
-        """Rollouts and updates; the server has the old weights still."""
-        began = time.perf_counter()
-        kept, drawn = sample_informative(
-            self.draw, wanted=self.settings.groups, max_draws=self.settings.max_draws
-        )
-        rewards = [one.reward for group in drawn for one in group]
-        rolled = time.perf_counter()
-        told = self.trainer.learn(Batch.of(kept, self.settings, self.trainer.num_chosen))
-        return {
-            "reward": sum(rewards) / len(rewards),
-            "groups_drawn": len(drawn),
-            "truncated": sum(one.truncated for group in drawn for one in group) / len(rewards),
-            "tokens": sum(len(one.token_ids) for group in drawn for one in group) / len(rewards),
-            **told,
-            "rollout_s": rolled - began,
-            "train_s": time.perf_counter() - rolled,
-        }
 
-
-def train(model: str, settings: Settings, flags: list[str]) -> list[Row]:
-    """Train for all steps and write what there is to keep; returns the log."""
-    trainer = Trainer(load(model, settings), settings)
-    tokenizer = AutoTokenizer.from_pretrained(locate(model))
-    sums = Sums(tokenizer, seed=settings.seed, num_held_out=settings.held_out)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    device, rows = settings.device, []
-    backend = "gloo" if device == "cpu" else "nccl"
-    served = Server(settings.url, model, device=device, dtype=settings.dtype, flags=flags)
-    with served as server, WeightSender(server.url, backend=backend, device=device) as sender:
-        run = Run(server, trainer, sums)
-        with (settings.out / "log.jsonl").open("w") as log:
-            for step in range(settings.steps + 1):
-                row: Row = {"step": step}
-                if step in (0, settings.steps):
-                    row["held_out_score"] = run.score()
-                if step < settings.steps:
-                    row |= run.step()
-                    began = time.perf_counter()
-                    sender.send(trainer.tensors(), version=str(step + 1))
-                    row["send_s"] = time.perf_counter() - began
-                rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
-                print(json.dumps(rows[-1]), file=log, flush=True)
-                print("  ".join(f"{k} {v:.4g}" for k, v in rows[-1].items()), flush=True)
-    keep = getattr(trainer.model, "merge_and_unload", lambda: trainer.model)()
-    keep.save_pretrained(settings.out / "model")
-    tokenizer.save_pretrained(settings.out / "model")
-    return rows
+def train(name: str, args: argparse.Namespace, url: str, trainer: Trainer) -> Iterator[Row]:
+    """A row of the log a step, and a last one with the score alone."""
+    sums = Sums(AutoTokenizer.from_pretrained(locate(name)), args.seed, args.held_out)
+    rollouts, backend = Rollouts(url, sums, args), "gloo" if args.device == "cpu" else "nccl"
+    with WeightSender(url, backend=backend, device=args.device) as sender:
+        score = rollouts.score()
+        for step in range(args.steps):
+            times = [time.perf_counter()]
+            kept, drawn = sample_informative(
+                rollouts.draw, lambda group: [reward for _, _, reward in group],
+                wanted=args.groups, max_draws=args.max_draws,
+            )  # fmt: skip
+            times.append(time.perf_counter())
+            batch = Batch.of(
+                kept, num_chosen=trainer.num_chosen, filter_overlong=not args.keep_overlong
+            )
+            told = trainer.learn(batch)
+            times.append(time.perf_counter())
+            sender.send(trainer.tensors(), version=str(step + 1))
+            times.append(time.perf_counter())
+            samples = [one for group in drawn for one in group]
+            row: Row = {"step": step} | ({} if step else {"score": score})
+            row |= {
+                "reward": sum(reward for *_, reward in samples) / len(samples),
+                "truncated": sum(answer.truncated for _, answer, _ in samples) / len(samples),
+                "groups_drawn": len(drawn), **told,
+            }  # fmt: skip
+            names = ("rollout_s", "train_s", "send_s")
+            yield row | {n: b - a for n, a, b in zip(names, times, times[1:], strict=False)}
+        yield {"step": args.steps, "score": rollouts.score()}
 
 
 def plot(path: Path, title: str, rows: list[Row]) -> None:
-    """The rewards, and below them how far trainer and rollouts are apart."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(f"no {path}: it needs matplotlib")
-        return
-    steps = [row for row in rows if "reward" in row]
+    """Rewards, and below them how far trainer and rollouts are apart."""
+    from matplotlib.figure import Figure
+
     canvas = Figure(figsize=(7, 6), layout="constrained")
     above, below = canvas.subplots(2, sharex=True)
-    x = [row["step"] for row in steps]
-    above.plot(x, [row["reward"] for row in steps], label="reward, all answers")
-    scored = [row for row in rows if "held_out_score" in row]
-    above.plot(
-        [row["step"] for row in scored], [row["held_out_score"] for row in scored], "o",
-        label="greedy, held-out sums",
-    )  # fmt: skip
-    above.set(title=title, ylabel="share that is right")
-    below.plot(x, [row["own_abs_diff"] for row in steps], label="the trainer's own experts")
-    below.plot(x, [row["replayed_abs_diff"] for row in steps], label="the rollouts' experts")
-    below.set(xlabel="step", ylabel="mean |log-probability - rollout's|", ylim=(0, None))
-    for axes in (above, below):
+    for axes, figure, label, mark in (
+        (above, "reward", "mean reward of all answers", "-"),
+        (above, "score", "held-out sums that are right, greedy", "o"),
+        (below, "abs_diff_own", "the trainer's own experts", "-"),
+        (below, "abs_diff_replayed", "the rollouts' experts", "-"),
+    ):
+        having = [row for row in rows if figure in row]
+        x, y = ([row[one] for row in having] for one in ("step", figure))
+        axes.plot(x, y, mark, label=label)
         axes.legend()
         axes.grid(alpha=0.3)
+    above.set(title=title, ylim=(0, 1))
+    below.set(xlabel="step", ylabel="mean |logprob - rollout's logprob|", ylim=(0, None))
     canvas.savefig(path)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="flint-nano")
-    kinds = {"url": str, "out": Path, "json": Path}
-    for field in fields(Settings):
-        kind = kinds.get(field.name) or type(field.default)
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, type=kind, default=field.default)
-    args, flags = parser.parse_known_args()
-    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
-    rows = train(args.model, settings, flags)
-    title = f"DAPO, {args.model}, {settings.dtype} on {settings.device}"
-    plot(settings.out / "rewards.png", title, rows)
-    if settings.json is not None:
-        told = record.record("rl", [], rows)
-        record.save(settings.json, told | {"command": shlex.join(["python", *sys.argv])})
+    parser.add_argument("--url", help="a server that has --enable-rl, --logprobs-mode "
+                        "processed_logprobs and --enable-return-routed-experts")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("dapo"))
+    parser.add_argument("--json", type=Path, help="a file for the whole run")
+    parser.add_argument("--device", default="cpu", help="cuda: the server has the second GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="0: train all weights")
+    parser.add_argument("--keep-overlong", action="store_true", help="learn from cut answers too")
+    for name, default in DEFAULTS.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    return parser
+
+
+DEFAULTS: dict[str, int | float] = {
+    "seed": 0, "steps": 50, "groups": 16, "samples": 8, "updates": 2, "max_draws": 30,
+    "held_out": 64, "max_tokens": 16, "overlong_buffer": 4, "temperature": 1.0, "lr": 1e-4,
+    "warm_up": 5, "weight_decay": 0.1, "max_norm": 1.0, "importance_cap": 2.0,
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    args, flags = arguments().parse_known_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    trainer, rows = Trainer(args.model, args), []
+    log = args.out / "server.log"
+    served = serving(args.model, device=args.device, dtype=args.dtype, log=log, flags=flags)
+    with (
+        nullcontext(args.url) if args.url else served as url,
+        (args.out / "log.jsonl").open("w") as out,
+    ):
+        for row in train(args.model, args, url, trainer):
+            rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
+            print(json.dumps(rows[-1]), file=out, flush=True)
+            print("  ".join(f"{k} {v:.4g}" for k, v in rows[-1].items()), flush=True)
+    plain = trainer.model.merge_and_unload() if args.lora else trainer.model
+    plain.save_pretrained(args.out / "model")
+    if args.json is not None:
+        command = {"command": shlex.join(["python", "examples/rl/dapo.py", *argv])}
+        record.save(args.json, record.record("rl", [], rows) | command)
+    plot(args.out / "rewards.png", f"DAPO, {args.model}, {args.dtype}, {args.device}", rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""The reference trainer: a served model learns, and says what the trainer's own would."""
+
+import json
+
+import pytest
+import torch
+from dapo import Trainer, arguments, main, train
+from rollouts import Sums, generate, serving
+from safetensors.torch import load_file
+from trainers import BUNDLED
+from transformers import AutoTokenizer
+
+from limelight import LLM, SamplingParams
+
+SMALL = "--groups 2 --samples 4 --held-out 4 --updates 2 --warm-up 0 --lr 1e-3".split()
+
+
+@pytest.fixture(params=[0, pytest.param(4, marks=pytest.mark.slow)], ids=["all", "lora"])
+def args(request, tmp_path):
+    if request.param:
+        pytest.importorskip("peft")
+    flags = ["flint-nano", *SMALL, "--dtype", "float32", "--steps", "2"]
+    return arguments().parse_args([*flags, "--lora", str(request.param), "--out", str(tmp_path)])
+
+
+@pytest.fixture
+def server(args):
+    options = {"device": "cpu", "dtype": "float32", "flags": []}
+    with serving("flint-nano", log=args.out / "server.log", **options) as url:
+        yield url
+
+
+def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server):
+    trainer = Trainer("flint-nano", args)
+    before = dict(load_file(BUNDLED / "flint-nano" / "model.safetensors"))
+    rows = list(train("flint-nano", args, server, trainer))
+    assert [row["step"] for row in rows] == [0, 1, 2] and {"score", "reward"} <= set(rows[0])
+    assert all(row["abs_diff_replayed"] < 1e-4 for row in rows[:2])
+    sent = {name: x.detach().clone() for name, x in trainer.tensors()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(sent[name], before[name].float())
+    plain = trainer.model.merge_and_unload() if args.lora else trainer.model
+    plain.save_pretrained(args.out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "flint-nano")
+    questions = Sums(tokenizer, 0, 16).held_out
+    told = generate(server, questions, seed=0, temperature=0.0, max_tokens=8)
+    with LLM(model=str(args.out / "model"), device="cpu", dtype="float32") as llm:
+        prompts = [{"prompt_token_ids": one.token_ids} for one in questions]
+        fresh = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
+    assert [one.token_ids for [one] in told] == [list(a.outputs[0].token_ids) for a in fresh]
+
+
+@pytest.mark.slow
+def test_one_command_leaves_a_log_a_picture_and_a_model(tmp_path):
+    main(
+        ["beam-nano", *SMALL, "--steps", "1", "--out", str(tmp_path), "--json", str(tmp_path / "j")]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert json.loads((tmp_path / "j").read_text())["rows"] == rows
+    assert (tmp_path / "rewards.png").exists() and (tmp_path / "model/config.json").exists()
