@@ -11,6 +11,7 @@ not known here go to the server. In --out: log.jsonl, a line a step; rewards.png
 import argparse
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from limelight.bench import record
 from limelight.checkpoint import locate
+from limelight.rl.replay import record as record_experts
 from limelight.rl.replay import replay, routers
 from limelight.rl.sender import WeightSender
 
@@ -100,9 +102,12 @@ class Trainer:
     def learn(self, batch: Batch) -> Row:
         """Make the updates of a step; returns what is logged of them."""
         batch = Batch(*(getattr(batch, field.name).to(self.args.device) for field in fields(batch)))
-        with torch.no_grad():
+        with torch.no_grad(), record_experts(self.model) as chosen:
             old_BS, own_BS = self.logprobs(batch), self.logprobs(batch, replayed=False)
         replayed, own = ((x - batch.sampled_BS)[batch.counts_BS].abs() for x in (old_BS, own_BS))
+        ids_LTN = batch.ids_BSLN.flatten(0, 1).transpose(0, 1)
+        moved_T = sum((ids.sort().values != ids_LTN[i].sort().values) for i, ids in chosen.items())
+        moved_BS = moved_T.any(-1).view(batch.tokens_BS.shape)[:, :-1][batch.counts_BS]
         # The old policy is the trainer's of before this step; the rollouts' may differ a little.
         weights_BS = (old_BS - batch.sampled_BS).exp().clamp(max=self.args.importance_cap)
         loss = norm = 0.0
@@ -116,7 +121,7 @@ class Trainer:
             loss, norm = loss + value.item() / self.args.updates, max(norm, self._update())
         return {
             "abs_diff_replayed": replayed.mean().item(), "abs_diff_own": own.mean().item(),
-            "loss": loss, "grad_norm": norm,
+            "routed_apart": moved_BS.float().mean().item(), "loss": loss, "grad_norm": norm,
         }  # fmt: skip
 
     @torch.no_grad()
@@ -248,13 +253,14 @@ def arguments() -> argparse.ArgumentParser:
 
 DEFAULTS: dict[str, int | float] = {
     "seed": 0, "steps": 50, "groups": 16, "samples": 8, "updates": 2, "max_draws": 30,
-    "held_out": 64, "max_tokens": 16, "overlong_buffer": 4, "temperature": 1.0, "lr": 1e-4,
+    "held_out": 64, "max_tokens": 16, "overlong_buffer": 4, "temperature": 1.0, "lr": 2e-4,
     "warm_up": 5, "weight_decay": 0.1, "max_norm": 1.0, "importance_cap": 2.0,
 }  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
     args, flags = arguments().parse_known_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the server ends too
     args.out.mkdir(parents=True, exist_ok=True)
     trainer, rows = Trainer(args.model, args), []
     log = args.out / "server.log"
