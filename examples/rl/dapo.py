@@ -33,7 +33,6 @@ from limelight.rl.sender import WeightSender
 
 Sample = tuple[Question, Answer, float]  # the last is its reward
 Row = dict[str, object]
-LINEAR = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Batch:
     advantages_B: torch.Tensor
 
     @classmethod
-    def of(cls, groups: list[list[Sample]], *, num_chosen: int, filter_overlong: bool) -> "Batch":
+    def of(cls, groups: list[list[Sample]], args: argparse.Namespace, num_chosen: int) -> "Batch":
         samples = [one for group in groups for one in group]
         lengths = [len(asked.token_ids) + len(answer.token_ids) for asked, answer, _ in samples]
         B, S, L = len(samples), max(lengths), samples[0][1].routed.shape[1]
@@ -60,10 +59,11 @@ class Batch:
             at = slice(len(asked.token_ids) - 1, length - 1)
             tokens_BS[b, :length] = torch.tensor(asked.token_ids + answer.token_ids)
             sampled_BS[b, at] = torch.tensor(answer.logprobs)
-            counts_BS[b, at] = not (filter_overlong and answer.truncated)
+            counts_BS[b, at] = args.keep_overlong or not answer.truncated
             ids_BSLN[b, : length - 1] = torch.from_numpy(answer.routed.astype("int64"))
         rewards = [[reward for _, _, reward in group] for group in groups]
-        return cls(tokens_BS, counts_BS, sampled_BS, ids_BSLN, advantages(rewards))
+        made = (tokens_BS, counts_BS, sampled_BS, ids_BSLN, advantages(rewards))
+        return cls(*(x.to(args.device) for x in made))
 
     def rows(self, index: torch.Tensor) -> "Batch":
         return Batch(*(getattr(self, field.name)[index] for field in fields(self)))
@@ -79,10 +79,7 @@ class Trainer:
             locate(name), dtype=getattr(torch, args.dtype)
         ).to(args.device)
         if args.lora:
-            from peft import LoraConfig, get_peft_model
-
-            adapters = LoraConfig(r=args.lora, lora_alpha=args.lora, target_modules=LINEAR)
-            self.model = get_peft_model(self.model, adapters)
+            self.model = adapted(self.model, args.lora)
         self.num_chosen = next(iter(routers(self.model).values())).top_k
         self.trained = [x for x in self.model.parameters() if x.requires_grad]
         self.copies = [x.detach().float().clone() for x in self.trained]
@@ -101,13 +98,12 @@ class Trainer:
 
     def learn(self, batch: Batch) -> Row:
         """Make the updates of a step; returns what is logged of them."""
-        batch = Batch(*(getattr(batch, field.name).to(self.args.device) for field in fields(batch)))
         with torch.no_grad(), record_experts(self.model) as chosen:
             old_BS, own_BS = self.logprobs(batch), self.logprobs(batch, replayed=False)
         replayed, own = ((x - batch.sampled_BS)[batch.counts_BS].abs() for x in (old_BS, own_BS))
         ids_LTN = batch.ids_BSLN.flatten(0, 1).transpose(0, 1)
-        moved_T = sum((ids.sort().values != ids_LTN[i].sort().values) for i, ids in chosen.items())
-        moved_BS = moved_T.any(-1).view(batch.tokens_BS.shape)[:, :-1][batch.counts_BS]
+        apart_LTN = [x.sort().values != ids_LTN[i].sort().values for i, x in chosen.items()]
+        apart_BS = torch.stack(apart_LTN).any(-1).any(0).view_as(batch.tokens_BS)[:, :-1]
         # The old policy is the trainer's of before this step; the rollouts' may differ a little.
         weights_BS = (old_BS - batch.sampled_BS).exp().clamp(max=self.args.importance_cap)
         loss = norm = 0.0
@@ -121,7 +117,8 @@ class Trainer:
             loss, norm = loss + value.item() / self.args.updates, max(norm, self._update())
         return {
             "abs_diff_replayed": replayed.mean().item(), "abs_diff_own": own.mean().item(),
-            "routed_apart": moved_BS.float().mean().item(), "loss": loss, "grad_norm": norm,
+            "routed_apart": apart_BS[batch.counts_BS].float().mean().item(),
+            "loss": loss, "grad_norm": norm,
         }  # fmt: skip
 
     @torch.no_grad()
@@ -145,6 +142,16 @@ class Trainer:
                 x = (x.float() + layer.get_delta_weight("default").float()).to(x.dtype)
             if ".lora_" not in name:
                 yield name.removeprefix("base_model.model.").replace(".base_layer", ""), x
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """With adapters on attention, dense and shared MLPs, not on routed experts."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise SystemExit("--lora needs peft: pip install peft") from error
+    linear = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=linear))
 
 
 class Rollouts:
@@ -192,10 +199,7 @@ def train(name: str, args: argparse.Namespace, url: str, trainer: Trainer) -> It
                 wanted=args.groups, max_draws=args.max_draws,
             )  # fmt: skip
             times.append(time.perf_counter())
-            batch = Batch.of(
-                kept, num_chosen=trainer.num_chosen, filter_overlong=not args.keep_overlong
-            )
-            told = trainer.learn(batch)
+            told = trainer.learn(Batch.of(kept, args, trainer.num_chosen))
             times.append(time.perf_counter())
             sender.send(trainer.tensors(), version=str(step + 1))
             times.append(time.perf_counter())

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,8 @@ class Sums:
     """Sums of two numbers of three digits; the same few are held out, to score with."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, num_held_out: int):
-        self.tokenizer, self.rng, fixed = tokenizer, random.Random(seed), random.Random("held out")
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        fixed = random.Random("held out")
         pairs = [_pair(fixed) for _ in range(num_held_out)]
         self.held_out, self.held_out_pairs = [self._question(*pair) for pair in pairs], set(pairs)
 
@@ -93,22 +94,17 @@ def serving(model: str, *, device: str, dtype: str, log: Path, flags: list[str])
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | shown)
     try:
-        while not _is_ready(url):
+        while True:
             if process.poll() is not None:
                 raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+            with suppress(OSError):
+                urllib.request.urlopen(url + "/ready", timeout=60).close()
+                break
             time.sleep(0.2)
         yield url
     finally:
         process.terminate()
         process.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url + "/ready", timeout=60).close()
-    except OSError:
-        return False
-    return True
 
 
 def generate(url: str, questions: list[Question], *, seed: int, **sampling) -> list[list[Answer]]:
