@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from objective import advantages, dapo_loss, sample_informative, soft_punishment
 from rollouts import Answer, Question, Sums, generate, serving
 from torch import nn
@@ -217,8 +218,6 @@ def train(name: str, args: argparse.Namespace, url: str, trainer: Trainer) -> It
 
 def plot(path: Path, title: str, rows: list[Row]) -> None:
     """Rewards, and below them how far trainer and rollouts are apart."""
-    from matplotlib.figure import Figure
-
     canvas = Figure(figsize=(7, 6), layout="constrained")
     above, below = canvas.subplots(2, sharex=True)
     for axes, figure, label, mark in (
@@ -239,9 +238,11 @@ def plot(path: Path, title: str, rows: list[Row]) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", default="flint-nano")
+    parser.add_argument("model", help="a checkpoint of Flint or Beam, or a bundled model")
     parser.add_argument("--url", help="a server that has --enable-rl, --logprobs-mode "
                         "processed_logprobs and --enable-return-routed-experts")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("dapo"))
@@ -263,7 +264,9 @@ DEFAULTS: dict[str, int | float] = {
 
 
 def main(argv: list[str]) -> None:
-    args, flags = arguments().parse_known_args(argv)
+    args, flags = (parser := arguments()).parse_known_args(argv)
+    if args.url and flags:
+        parser.error(f"the server at --url has its flags already: {shlex.join(flags)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the server ends too
     args.out.mkdir(parents=True, exist_ok=True)
     trainer, rows = Trainer(args.model, args), []

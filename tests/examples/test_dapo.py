@@ -50,6 +50,12 @@ def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server
     assert [one.token_ids for [one] in told] == [list(a.outputs[0].token_ids) for a in fresh]
 
 
+def test_flags_for_a_server_that_is_there_already_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["flint-nano", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"])
+    assert "--max-num-seqs 8" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_command_leaves_a_log_a_picture_and_a_model(tmp_path):
     main(
