@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.combine import launch_combine
 from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
 from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
@@ -338,33 +339,6 @@ def _grouped_fp4_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _combine_kernel(
-    routed, shared, weights, out, scale,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A piece of one token's row: the weighted sum of its experts, then the shared one's."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    dtype: tl.constexpr = out.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total_D = tl.zeros((BLOCK_D,), tl.float32)
-    for n in tl.static_range(COUNT):
-        pair = t * COUNT + n
-        out_D = tl.load(routed + pair * SIZE + d, mask=d < SIZE, other=0.0)
-        total_D += tl.load(weights + pair) * out_D.to(tl.float32)
-    total_D = total_D.to(dtype)
-    if SCALED:
-        total_D = (total_D.to(tl.float32) * scale).to(dtype)
-    if shared is not None:
-        out_D = tl.load(shared + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
-        total_D = (total_D.to(tl.float32) + out_D).to(dtype)
-    tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
-
-
 # This many pairs are sorted without being counted first; of more, so many a program.
 SORTED_AT_ONCE, SLICE = 1024, 512
 
@@ -402,13 +376,18 @@ FP4_TILES: dict[int, Tile] = {
 }
 
 
-def _sort(ids_TN: torch.Tensor, experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of each row of each block; and of each block the expert and its rows, packed."""
-    pairs = ids_TN.numel()
-    most = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
+def _sort(
+    ids_TN: torch.Tensor, experts: int, block_m: int, *, absent: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of each row of each block; and of each block the expert and its rows, packed.
+
+    With `absent` there are pairs of an expert beyond the last, whose blocks are not taken.
+    """
+    pairs, kinds = ids_TN.numel(), experts + absent
+    most = min(pairs, (pairs + kinds * (block_m - 1)) // block_m)
     rows_BM = ids_TN.new_empty(most, block_m, dtype=torch.int32)
     blocks_B = ids_TN.new_empty(most, dtype=torch.int32)
-    block_e, sizes_XE = next_power_of_2(experts), None
+    block_e, sizes_XE = next_power_of_2(kinds), None
     block_p, part, warps = max(128, next_power_of_2(pairs)), 8, 4
     if pairs > SORTED_AT_ONCE:
         block_p, part, warps = 32, SLICE, 8
@@ -554,6 +533,35 @@ def _multiplying(
     return out_PD, shared_TD
 
 
+def _outputs(
+    y_TD: torch.Tensor,
+    gate_up_EGD: tuple[Weight, Weight | None],
+    down_EDF: tuple[Weight, Weight | None],
+    ids_TN: torch.Tensor,
+    fp32: bool,
+    *,
+    absent: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Each pair's output and the shared expert's."""
+    count, experts = ids_TN.shape[1], len(down_EDF[0])
+    each = cdiv(ids_TN.numel(), experts)
+    (gate_up, shared_gate_up), (down, shared_down) = gate_up_EGD, down_EDF
+    if isinstance(gate_up, FP4) and isinstance(down, FP4) and each <= max(FP4_TILES):
+        assert not isinstance(shared_gate_up, torch.Tensor)
+        assert not isinstance(shared_down, torch.Tensor)
+        weights = (gate_up, shared_gate_up), (down, shared_down)
+        few = each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and not absent
+        if few and fits(weights[1]):
+            return few_each(y_TD, *weights, ids_TN, fp32)
+        tile = _fitted(by_size(FP4_TILES, each), y_TD)
+        blocks = _sort(ids_TN, experts, tile["BLOCK_M"], absent=absent)
+        return _decoding(y_TD, *weights, blocks, tile, count, fp32)
+    block_m, *tiles = by_size(TILES, each)
+    blocks = _sort(ids_TN, experts, block_m, absent=absent)
+    fitted = (_fitted(tiles[0], y_TD), _fitted(tiles[1], y_TD))
+    return _multiplying(y_TD, gate_up_EGD, down_EDF, blocks, fitted, count, fp32)
+
+
 def grouped_moe(
     y_TD: torch.Tensor,
     gate_up_EGD: Weight,
@@ -568,30 +576,17 @@ def grouped_moe(
     scale: float,
 ) -> torch.Tensor:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
-    (rows, size), count, experts = y_TD.shape, ids_TN.shape[1], len(down_EDF)
-    each = cdiv(rows * count, experts)
-    if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
-        assert not isinstance(shared_gate_up_GD, torch.Tensor)
-        assert not isinstance(shared_down_DF, torch.Tensor)
-        weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        if each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and fits(weights[1]):
-            out_PD, shared_TD = few_each(y_TD, *weights, ids_TN, fp32)
-        else:
-            tile = _fitted(by_size(FP4_TILES, each), y_TD)
-            blocks = _sort(ids_TN, experts, tile["BLOCK_M"])
-            out_PD, shared_TD = _decoding(y_TD, *weights, blocks, tile, count, fp32)
-    else:
-        block_m, *tiles = by_size(TILES, each)
-        blocks = _sort(ids_TN, experts, block_m)
-        gate_up, down = (_fitted(tile, y_TD) for tile in tiles)
-        out_PD, shared_TD = _multiplying(
-            y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
-            (gate_up, down), count, fp32,
-        )  # fmt: skip
-    out_TD = y_TD.new_empty(rows, size)
-    block_d = min(1024, next_power_of_2(size))
-    _combine_kernel[(rows, cdiv(size, block_d))](
-        out_PD, shared_TD if added_TD is None else added_TD, weights_TN, out_TD, scale,
-        SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4, **pdl(y_TD),
+    out_PD, shared_TD = _outputs(
+        y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
+        absent=False,
     )  # fmt: skip
-    return out_TD
+    added_TD = shared_TD if added_TD is None else added_TD
+    return launch_combine(out_PD, None, weights_TN, added_TD, scale=scale, dtype=y_TD.dtype)
+
+
+def grouped_pairs(
+    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
+) -> torch.Tensor:
+    """Of each row the output of its one expert; of a row whose id is E, anything."""
+    weights = (gate_up_EGD, None), (down_EDF, None)
+    return _outputs(y_PD, *weights, ids_P[:, None], fp32, absent=True)[0]

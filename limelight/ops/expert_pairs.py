@@ -1,0 +1,50 @@
+"""The outputs of single experts: row p through expert `ids_P[p]`, rounded as in `experts.py`.
+
+For ranks that hold some of the experts: rows come from others and their outputs go back there,
+where each token sums its own (`combine.py`). An id of E, beyond the last expert, marks a row that
+is not for this rank; nothing is computed for it and its output is anything.
+"""
+
+import torch
+
+from limelight.ops import op
+from limelight.ops.activation import swiglu, swiglu_fp32
+from limelight.ops.fp4 import FP4, Weight, multiply_reference
+from limelight.ops.grouped import grouped_pairs
+
+
+def expert_pairs_reference(
+    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
+) -> torch.Tensor:
+    """[P, D] -> [P, D]; `fp32` is SwiGLU rounded once."""
+    act = swiglu_fp32 if fp32 else swiglu
+    experts = len(gate_up_EGD)
+    order_P = ids_P.argsort(stable=True)
+    sizes = torch.bincount(ids_P, minlength=experts + 1).tolist()
+    rows_PD = y_PD[order_P]
+    parts = [
+        multiply_reference(act(multiply_reference(part_XD, gate_up_EGD[e])), down_EDF[e])
+        for e, part_XD in enumerate(rows_PD.split(sizes)[:experts])
+        if sizes[e]
+    ]
+    absent_XD = rows_PD[len(rows_PD) - sizes[experts] :]
+    return torch.cat([rows_PD[:0], *parts, absent_XD])[order_P.argsort()]
+
+
+def _launch(
+    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
+) -> torch.Tensor:
+    experts, size, width = down_EDF.shape
+    assert y_PD.shape == (len(ids_P), size) and y_PD.stride(1) == 1 and ids_P.is_contiguous()
+    assert gate_up_EGD.shape == (experts, 2 * width, size)
+    for weight in (gate_up_EGD, down_EDF):
+        if isinstance(weight, FP4):
+            weight.check()
+        else:
+            assert weight.is_contiguous() and weight.dtype == y_PD.dtype
+    if not len(y_PD):
+        return torch.empty_like(y_PD)
+    return grouped_pairs(y_PD, gate_up_EGD, down_EDF, ids_P, fp32=fp32)
+
+
+expert_pairs = op(reference=expert_pairs_reference, kernel=_launch)
