@@ -129,6 +129,27 @@ class EngineConfig:
         True, "plan and start a step on the GPU while the one before runs"
     )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
+    enable_expert_parallel: bool = setting(
+        False, "let each of the tp x dp ranks hold whole experts, instead of a part of each",
+        aliases=("-ep",),
+    )  # fmt: skip
+    moe_backend: Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"] = (
+        setting(
+            "auto",
+            "how rows reach experts on other ranks: all rows everywhere, which CUDA graphs can "
+            "hold, each where its experts are, or that in chunks; auto: by the number of rows",
+        )
+    )
+    expert_dispatch_dtype: Literal["auto", "fp8"] = setting(
+        "auto", "fp8: rows travel to experts in half the bytes, with a scale for each 128 numbers"
+    )
+    expert_load_file: str | None = setting(
+        None, "write there, now and then, how many tokens each expert of each layer got"
+    )
+    expert_placement: list[str] | None = setting(
+        None, "files with recorded loads, by which experts are spread over the ranks"
+    )
+    num_redundant_experts: int = setting(0, "second copies of experts, of the busiest ones")
     speculative_config: dict[str, object] | None = setting(
         None,
         "JSON object about drafting, in vLLM's keys; default: the drafter that is bundled with the "
@@ -147,13 +168,23 @@ class EngineConfig:
                 )
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
-            kv_cache_memory_bytes=1, tensor_parallel_size=1,
+            kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
         )  # fmt: skip
+        self._check_experts()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; "
                 f"got {self.gpu_memory_utilization}"
             )
+
+    def _check_experts(self):
+        for name, unset in (
+            ("expert_dispatch_dtype", "auto"), ("expert_load_file", None),
+            ("expert_placement", None), ("num_redundant_experts", 0),
+        ):  # fmt: skip
+            if getattr(self, name) != unset and not self.enable_expert_parallel:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} has a meaning with --enable-expert-parallel only")
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

@@ -64,6 +64,19 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
+class Joined(Closing, Protocol):
+    """The other engines, where they share this one's experts: their steps are its own too."""
+
+    @property
+    def called(self) -> bool: ...
+
+    @property
+    def waker(self) -> int:
+        """A file that can be read once one has called."""
+
+    def drain(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step under way, and the sequences that it computes, by slot."""
@@ -90,9 +103,10 @@ class Engine:
         grammars: Grammars | None = None,
         drafting: Drafting | None = None,
         ranks: Closing | None = None,
+        peers: Joined | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
-        self.grammars, self.drafting, self.ranks = grammars, drafting, ranks
+        self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -101,7 +115,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.under_way is not None or bool(self.compiling)
+        own = self.scheduler.has_work or self.under_way is not None or bool(self.compiling)
+        return own or self.is_called
+
+    @property
+    def is_called(self) -> bool:
+        """Whether another engine waits for this one to make a step."""
+        return self.peers is not None and self.peers.called
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
@@ -139,8 +159,8 @@ class Engine:
             if self.grammars is not None:
                 self.grammars.close()
         finally:
-            if self.ranks is not None:
-                self.ranks.close()
+            for others in filter(None, (self.peers, self.ranks)):
+                others.close()
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on.
@@ -153,12 +173,12 @@ class Engine:
             plan = self.drafting.decide(plan)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
         step = None
-        if plan.grants:
+        if plan.grants or self.is_called:
             try:
                 step = Step(plan, sequences, self.runner.launch(plan))
             except Exception as error:
                 outputs += self._fail_all(sequences.values(), error)
-        if step is not None:
+        if step is not None and plan.grants:
             self.steps += 1
             self.step_tokens += plan.num_tokens
             self.scheduler.advance(plan)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from limelight.config import EngineConfig
+from limelight.parallel.seat import Seat
 
 LENGTH = 8
 Kind = TypeVar("Kind")
@@ -18,7 +19,7 @@ class Start:
     """The first message to a rank."""
 
     config: EngineConfig
-    rank: int
+    seat: Seat
     port: int  # of the store
 
 

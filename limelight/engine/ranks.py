@@ -10,17 +10,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import FileIO
 from typing import cast
 
 import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
 from limelight.engine.pipes import Agreed, Facts, Sender, Start, Word, receive
 from limelight.parallel.group import join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
 from limelight.steps import StepPlan
@@ -93,23 +96,33 @@ class Ranks:
     """All ranks above 0. `lost` is None as long as none is, and then how the first one was."""
 
     def __init__(
-        self, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+        self,
+        device: torch.device,
+        on_loss: Callable[[str], None] | None,
+        seat: Seat,
+        store: TCPStore | None = None,
     ):
-        self.size, self.device, self.on_loss = config.tensor_parallel_size, device, on_loss
+        """`store` is that of the world, where there is more of it than these ranks."""
+        self.seat, self.size, self.device, self.on_loss = seat, seat.size, device, on_loss
         self.lost: str | None = None
         self.is_closing = False
         self._news = threading.Condition()
         take_device(device, 0, self.size)
-        self._store = open_store()
+        self._store = open_store() if store is None else store
         self.workers: list[Worker] = []
 
     @classmethod
     @contextmanager
     def started(
-        cls, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+        cls,
+        config: EngineConfig,
+        device: torch.device,
+        on_loss: Callable[[str], None] | None,
+        seat: Seat,
+        store: TCPStore | None = None,
     ) -> Iterator["Ranks"]:
         """They are ended if the block fails, which tells of a lost rank as what it was."""
-        ranks = cls(config, device, on_loss)
+        ranks = cls(device, on_loss, seat, store)
         try:
             for rank in range(1, ranks.size):
                 ranks._start(config, rank)
@@ -131,7 +144,7 @@ class Ranks:
         blocks = [own.num_blocks]
         for worker in self.workers:
             assert worker.facts is not None
-            _compare(own, worker.facts, worker.rank)
+            compare(own, worker.facts, f"rank {worker.rank}")
             blocks.append(worker.facts.num_blocks)
         plan = plan.with_blocks(min(blocks))
         plan.check()
@@ -140,7 +153,7 @@ class Ranks:
 
     def join(self) -> Mesh:
         """Rank 0's place among them."""
-        return join(self._store, self.device, 0, self.size)
+        return join(self._store, self.device, self.seat)
 
     def send(self, message: object) -> None:
         """The same to all."""
@@ -175,7 +188,8 @@ class Ranks:
             target=self._watch, args=(worker,), name=f"rank {rank}", daemon=True
         )
         watch.start()
-        self._send(worker, msgspec.msgpack.encode(Start(config, rank, self._store.port)))
+        start = Start(config, replace(self.seat, rank=rank), self._store.port)
+        self._send(worker, msgspec.msgpack.encode(start))
 
     def _send(self, worker: Worker, data: bytes) -> None:
         try:
@@ -202,16 +216,17 @@ class Ranks:
         worker.process.wait()
 
 
-def _compare(own: Facts, other: Facts, rank: int) -> None:
+def compare(own: Facts, other: Facts, who: str) -> None:
+    """`ValueError` if another rank has not what this one has."""
     for name, version in own.versions.items():
         if other.versions.get(name) != version:
             raise ValueError(
-                f"rank {rank} has {name} {other.versions.get(name)}, and rank 0 {version}; "
+                f"{who} has {name} {other.versions.get(name)}, and rank 0 {version}; "
                 f"all ranks must run the same"
             )
     if other.model != own.model:
         raise ValueError(
-            f"rank {rank} has found another checkpoint or configuration than rank 0: its shape, "
+            f"{who} has found another checkpoint or configuration than rank 0: its shape, "
             f"types or tensors differ"
         )
 

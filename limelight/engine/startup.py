@@ -2,10 +2,9 @@
 
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import torch
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, KVStorage
-from limelight.checkpoint import locate, read_json
+from limelight.checkpoint import locate
 from limelight.config import EngineConfig
 from limelight.engine.drafters import (
     FoundDrafter,
@@ -25,17 +24,20 @@ from limelight.engine.drafters import (
 )
 from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
+from limelight.engine.experts import expert_mesh, joined
 from limelight.engine.grammar import Grammars
-from limelight.engine.grammar_worker import Vocabulary
+from limelight.engine.lockstep import JoinedRunner, meet
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingRunner, Ranks
+from limelight.engine.peers import Circle, Peers
+from limelight.engine.ranks import LeadingRunner, Ranks, facts_of
 from limelight.engine.scheduler import Scheduler
+from limelight.engine.vocabulary import stop_tokens, vocabulary
 from limelight.engine.warm_up import warm_up
+from limelight.engine.work_space import work_space
 from limelight.models.beam import BeamConfig
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
-    Model,
     build,
     cache_scales,
     find_tensors,
@@ -43,18 +45,16 @@ from limelight.models.loader import (
     packed_names,
     read_config,
 )
-from limelight.ops.fp4 import FP4
-from limelight.ops.kept import KEPT_BYTES
-from limelight.ops.paging import FP8, work_space
+from limelight.ops.paging import FP8
+from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
-from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
-from limelight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import xgrammar
@@ -138,11 +138,16 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig,
+    found: Resolved,
+    mesh: Mesh | None = None,
+    experts: ExpertMesh | None = None,
+) -> MemoryPlan:
     """What `config` would take on this rank's device, or on that of rank 0; nothing is loaded."""
     mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
-    place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
+    place = Placement(mesh, dtype, device, outline=True, packed=found.packed, experts=experts)
     outline = build(found.architecture, model, place)
     kinds, drafter = weight_kinds(outline), found.drafter
     if drafter is not None:
@@ -168,7 +173,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
         kinds=kinds,
-        workspace=_workspace(config, found) + _unpacked(config, outline, found),
+        workspace=work_space(config, found, outline, experts),
         block=block,
         groups=groups,
         num_blocks=0,
@@ -178,38 +183,6 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         ahead=0 if drafter is None else drafter.ahead,
     )
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
-
-
-def _workspace(config: EngineConfig, found: Resolved) -> int:
-    """An upper bound of what one step holds beside weights and cache."""
-    model = found.shape
-    width = 8 * model.hidden_size + 6 * max(
-        model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
-    )
-    tokens = min(config.max_num_batched_tokens, model.max_positions)
-    row = 4 * model.vocab_size
-    logits = 3 * row * max(config.max_num_seqs, 256)
-    if found.drafter is not None:
-        logits = max(logits, row * found.drafter.logit_rows(config))
-    if found.device.type == "cuda":
-        # What graphs compute is in memory of their own.
-        tokens += 0 if config.enforce_eager else min(tokens, MOST_ROWS_WITH_A_PROMPT)
-        return found.dtype.itemsize * tokens * width + logits
-    attention = work_space(
-        max_len=found.max_model_len,
-        heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-    )  # fmt: skip
-    return 4 * tokens * width + logits + attention + KEPT_BYTES
-
-
-def _unpacked(config: EngineConfig, outline: Model, found: Resolved) -> int:
-    """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows, in
-    graphs too."""
-    packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
-    if found.device.type == "cpu":
-        return 0
-    sizes = sorted({math.prod(weight.shape) for weight in packed})
-    return found.dtype.itemsize * sum(sizes[-2:]) * (1 if config.enforce_eager else 2)
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
@@ -230,24 +203,6 @@ def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -
     return max(0, min(room, useful))
 
 
-def stop_tokens(found: Resolved) -> list[int]:
-    """The end-of-sequence ids of generation_config.json, else of config.json."""
-    vocab_size = found.shape.vocab_size
-    beside = [found.weights] if found.weights.is_dir() else []
-    files = [folder / "generation_config.json" for folder in (*beside, found.config)]
-    for file in (*files, found.config / "config.json"):
-        ids = read_json(file).get("eos_token_id") if file.exists() else None
-        ids = [ids] if isinstance(ids, int) else ids
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not all(
-            isinstance(item, int) and 0 <= item < vocab_size for item in ids
-        ):
-            raise ValueError(f"{file}: eos_token_id must be token ids below {vocab_size}: {ids!r}")
-        return ids
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Started:
     """An engine that is ready to serve, and what others must know of it."""
@@ -265,21 +220,33 @@ def start_engine(
     mesh: Mesh = ALONE,
     *,
     on_loss: Callable[[str], None] | None = None,
+    circle: Circle | None = None,
 ) -> Started:
-    """Load the model and warm it up, with the other ranks where the config asks for some.
+    """Load the model and warm it up, with the other ranks where the config asks for some, and with
+    the engines of `circle`, which share its experts.
 
     `ValueError` for what a user can mend. `mesh` is for one rank's part of a model alone. `on_loss`
     is called in another thread when another rank is lost, at the start or later.
     """
     found = resolve(config)
-    if config.tensor_parallel_size == 1:
+    seat = Seat(size=config.tensor_parallel_size)
+    if circle is not None:
+        seat = replace(seat, data_rank=circle.rank, data_size=circle.size)
+    experts = expert_mesh(config, found, seat)
+    if seat.world_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
     if found.device.type == "cuda":
         logger.warning("a model divided among GPUs has never been run: only one among CPUs")
-    plan = plan_memory(config, found)
-    with Ranks.started(config, found.device, on_loss) as ranks:
+    plan = plan_memory(config, found, experts=experts)
+    peers = store = None
+    if circle is not None:
+        peers = Peers(circle, on_loss)
+        store = meet(peers, facts_of(plan, found.identity))
+    with Ranks.started(config, found.device, on_loss, seat, store) as ranks:
         plan = ranks.agree(plan, found.identity)
-        return _start(config, found, plan, ranks.join(), progress, ranks)
+        mesh = ranks.join()
+        experts = joined(experts, mesh)
+        return _start(config, found, plan, mesh, progress, ranks, experts=experts, peers=peers)
 
 
 def start_runner(
@@ -289,6 +256,8 @@ def start_runner(
     mesh: Mesh,
     progress: Progress,
     grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+    *,
+    experts: ExpertMesh | None = None,
 ) -> tuple[ModelRunner, Drafting | None]:
     """This rank's part of the model, loaded and warm, and what decides about drafts.
 
@@ -301,7 +270,7 @@ def start_runner(
         threads = os.environ.get("OMP_NUM_THREADS", "")
         cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // mesh.size))
-    place = Placement(mesh, found.dtype, device)
+    place = Placement(mesh, found.dtype, device, experts=experts)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
         dummy = drafter.config.load_format == "dummy"
@@ -350,12 +319,17 @@ def _start(
     mesh: Mesh,
     progress: Progress,
     ranks: Ranks | None = None,
+    *,
+    experts: ExpertMesh | None = None,
+    peers: Peers | None = None,
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
     device, ends = found.device, stop_tokens(found)
-    grammars = Grammars(lambda: _vocabulary(config, found, ends))
-    runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
+    grammars = Grammars(lambda: vocabulary(config, found, ends))
+    runner, drafting = start_runner(
+        config, found, plan, mesh, progress, grammars.of_request, experts=experts
+    )
     scheduler = Scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
@@ -375,9 +349,13 @@ def _start(
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
+    leading = runner if ranks is None else LeadingRunner(runner, ranks)
+    if peers is not None:
+        peers.ready()
     engine = Engine(
-        scheduler, runner if ranks is None else LeadingRunner(runner, ranks),
+        scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
+        peers=peers,
     )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
 
@@ -393,12 +371,3 @@ def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> Ca
         ahead=plan.ahead,
         longest=plan.max_model_len,
     )
-
-
-def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocabulary:
-    """The tokens as xgrammar takes them; `ValueError` for a model without a tokenizer."""
-    source = config.text_source
-    folder = found.weights if source == config.model else locate(source, weights=False)
-    tokenizer = Tokenizer.load(folder)
-    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    return Vocabulary(tokens, found.shape.vocab_size, ends)

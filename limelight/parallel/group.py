@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 
 HOST = "127.0.0.1"
 
@@ -41,17 +42,24 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
-def join(store: TCPStore, device: torch.device, rank: int, size: int) -> Mesh:
-    """Wait for all ranks; from then on tensors on `device` can be exchanged."""
+def join(store: TCPStore, device: torch.device, seat: Seat) -> Mesh:
+    """Wait for all ranks of the world; from then on tensors on `device` can be exchanged."""
     on_gpu = device.type == "cuda"
     if sys.platform == "linux":
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
-        device_id=torch.device("cuda", rank) if on_gpu else None,
+        "nccl" if on_gpu else "gloo", store=store, rank=seat.world_rank,
+        world_size=seat.world_size,
+        device_id=torch.device("cuda", seat.rank) if on_gpu else None,
     )  # fmt: skip
-    return Mesh(rank, size, dist.group.WORLD)
+    if seat.data_size == 1:
+        return Mesh(seat.rank, seat.size, dist.group.WORLD)
+    if seat.size == 1:
+        return Mesh.single()
+    starts = range(0, seat.world_size, seat.size)
+    groups = [dist.new_group(list(range(first, first + seat.size))) for first in starts]
+    return Mesh(seat.rank, seat.size, groups[seat.data_rank])
 
 
 def leave() -> None:

@@ -18,6 +18,7 @@ from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
+from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
@@ -85,6 +86,7 @@ class ModelRunner:
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
+        self.experts = DividedLayers(model, self.device)
 
     def draft_by(
         self,
@@ -116,6 +118,9 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
+        self.experts.pace(plan)
+        if not plan.grants:
+            return self._lend(plan)
         for admission in plan.admissions:
             self._admit(admission)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
@@ -131,12 +136,20 @@ class ModelRunner:
         launched.times = watch
         return launched.end()
 
+    def _lend(self, plan: StepPlan) -> Launched:
+        """Let this rank's experts work for those of other engines alone."""
+        if (replay := self._graph_of(plan, [], [])) is not None:
+            replay()
+        else:
+            self.experts.serve()
+        return Launched(plan, [], self.device).end()
+
     def _launch_plain(self, plan: StepPlan, grants: list[Grant]) -> Launched:
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan, sampling, self.device)
         on_device = all(rule.on_device for rule in rules)
-        if on_device and (replay := self._graph_of(grants, sampling)) is not None:
+        if on_device and (replay := self._graph_of(plan, grants, sampling)) is not None:
             judged = replay()
             launched.judged = judged if sampling else None
             return launched
@@ -176,15 +189,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
-        beside = None if self.drafted is None else self.drafted.capture(progress)
+        beside, most = None, self.experts.most_rows_of_a_graph
+        if self.drafted is not None:
+            beside = self.drafted.capture(progress, most)
         self.prompt_graphs = Graphs(
             self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-            prompt_sizes(self.max_num_batched_tokens), progress,
+            prompt_sizes(most(self.max_num_batched_tokens)), progress,
             name="graphs of steps with prompts", beside=beside,
         )  # fmt: skip
         self.graphs = Graphs(
             self.decode, lambda count: self._send((count,) * 3, [], []),
-            graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+            graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
         )  # fmt: skip
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
@@ -233,14 +248,30 @@ class ModelRunner:
         self.slots[admission.slot] = Slot(request, token_ids)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
-    def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:
-        """The replay of the graph that holds this step, for which all is sent; None without."""
-        decodes = all(grant.num_tokens == 1 and grant.samples for grant in grants)
+    def can_replay(self, plan: StepPlan) -> bool:
+        """Whether a graph can hold a plan for sequences that are here, if it is large enough."""
+        if self.graphs is None or plan.admissions or not plan.is_plain:
+            return False
+        if any(self._tells_prompt(grant) for grant in plan.grants):
+            return False
+        return all(self.sampler.rules[one.slot].on_device for one in plan.grants if one.samples)
+
+    def graph_size(self, rows: int, *, decodes: bool) -> int | None:
+        """The size of the graph for so many rows; None if there is none."""
         graphs = self.graphs if decodes else self.prompt_graphs
-        if graphs is None or any(self._tells_prompt(grant) for grant in grants):
-            return None
-        rows = graphs.size_for(sum(grant.num_tokens for grant in grants))
-        if rows is None:
+        return None if graphs is None else graphs.size_for(rows)
+
+    def _graph_of(
+        self, plan: StepPlan, grants: list[Grant], sampling: list[Grant]
+    ) -> Callable[[], Judged] | None:
+        """The replay of the graph that holds this step, for which all is sent; None without."""
+        decodes, rows = plan.decodes, None
+        if plan.together is not None:
+            decodes, rows = plan.together.decodes, plan.together.graph
+        elif not any(self._tells_prompt(grant) for grant in grants):
+            rows = self.graph_size(plan.num_tokens, decodes=decodes)
+        graphs = self.graphs if decodes else self.prompt_graphs
+        if graphs is None or rows is None:
             return None
         size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
         self._send(size, grants, sampling)
