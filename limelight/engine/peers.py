@@ -70,8 +70,9 @@ class Peer:
     """Another engine, at the other end of a socket."""
 
     def __init__(self, connection: socket.socket):
+        self.connection = connection
         self.reads = FileIO(os.dup(connection.fileno()), "r")
-        self.says = Sender(FileIO(connection.detach(), "w"))
+        self.says = Sender(FileIO(os.dup(connection.fileno()), "w"))
         self.hello: Hello | None = None
         self.loads: deque[Load] = deque()
         self.is_ready = False
@@ -155,8 +156,8 @@ class Peers:
         """Take leave of them."""
         self.is_closing = True
         for peer in self.all:
-            with peer.says.lock, suppress(OSError):
-                peer.says.pipe.close()
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
 
     def _connections(self) -> list[socket.socket]:
         """To each engine of a lower rank, and from each of a higher one."""

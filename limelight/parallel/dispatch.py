@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.row_codes import decode_rows, encode_rows
 
+# Its name since torch 2.13, which warns of the one before.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(slots=True)
 class Moving:
@@ -136,7 +139,7 @@ def send_back(out_PD: torch.Tensor, counts: Counts, mesh: ExpertMesh) -> Moving:
 def gather_rows(x_XD: torch.Tensor, mesh: ExpertMesh) -> torch.Tensor:
     """Every rank's rows, of which all have as many."""
     all_XD = x_XD.new_empty(mesh.size * len(x_XD), *x_XD.shape[1:])
-    dist.all_gather_into_tensor(all_XD, x_XD.contiguous(), group=mesh.group)
+    all_gather_single(all_XD, x_XD.contiguous(), group=mesh.group)
     return all_XD
 
 
@@ -155,5 +158,5 @@ def join_parts(x_XD: torch.Tensor, rows: int, mesh: ExpertMesh) -> torch.Tensor:
     share = mesh.share(rows)
     padded_XD = F.pad(x_XD, (0, 0, 0, share - len(x_XD)))
     all_XD = x_XD.new_empty(mesh.rows.size * share, x_XD.shape[1])
-    dist.all_gather_into_tensor(all_XD, padded_XD.contiguous(), group=mesh.rows.group)
+    all_gather_single(all_XD, padded_XD.contiguous(), group=mesh.rows.group)
     return all_XD[:rows]
