@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from limelight.engine.drafting import Drafting
+from limelight.engine.expert_load import ExpertLoad
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
 from limelight.steps import Grant, Sampled, StepPlan, StepResult
@@ -104,9 +105,11 @@ class Engine:
         drafting: Drafting | None = None,
         ranks: Closing | None = None,
         peers: Joined | None = None,
+        expert_load: ExpertLoad | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
+        self.expert_load = expert_load
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -149,13 +152,19 @@ class Engine:
         stats["waiting"] += len(self.compiling)
         stats["waiting_tokens"] += sum(len(r.prompt_token_ids) for r in self.compiling.values())
         speculation = None if self.drafting is None else self.drafting.stats()
+        expert_tokens: list[int] = []
+        if self.expert_load is not None:
+            expert_tokens = self.expert_load.look(self.steps, idle=not self.has_work)
         return EngineStats(
-            **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation
-        )
+            **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation,
+            expert_tokens=expert_tokens,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End what works beside the steps."""
         try:
+            if self.expert_load is not None:
+                self.expert_load.write()
             if self.grammars is not None:
                 self.grammars.close()
         finally:

@@ -197,6 +197,9 @@ class Peers:
     def _watch(self, peer: Peer) -> None:
         try:
             how = peer.listen(self._told)
+        except OSError:
+            # It had not read all that it was told.
+            how = "has ended"
         except Exception as error:
             how = f"says what cannot be read: {error}"
         rank = "?" if peer.hello is None else peer.hello.rank

@@ -24,6 +24,7 @@ from limelight.engine.drafters import (
 )
 from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
+from limelight.engine.expert_load import ExpertLoad, load_file
 from limelight.engine.experts import expert_mesh, joined
 from limelight.engine.grammar import Grammars
 from limelight.engine.lockstep import JoinedRunner, meet
@@ -232,7 +233,7 @@ def start_engine(
     seat = Seat(size=config.tensor_parallel_size)
     if circle is not None:
         seat = replace(seat, data_rank=circle.rank, data_size=circle.size)
-    experts = expert_mesh(config, found, seat)
+    experts, load = expert_mesh(config, found, seat), load_file(config, seat)
     if seat.world_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
     if found.device.type == "cuda":
@@ -246,7 +247,9 @@ def start_engine(
         plan = ranks.agree(plan, found.identity)
         mesh = ranks.join()
         experts = joined(experts, mesh)
-        return _start(config, found, plan, mesh, progress, ranks, experts=experts, peers=peers)
+        return _start(
+            config, found, plan, mesh, progress, ranks, load=load, experts=experts, peers=peers
+        )
 
 
 def start_runner(
@@ -320,6 +323,7 @@ def _start(
     progress: Progress,
     ranks: Ranks | None = None,
     *,
+    load: Path | None = None,
     experts: ExpertMesh | None = None,
     peers: Peers | None = None,
 ) -> Started:
@@ -355,7 +359,7 @@ def _start(
     engine = Engine(
         scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
-        peers=peers,
+        peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
     )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
 

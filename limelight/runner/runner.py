@@ -219,6 +219,7 @@ class ModelRunner:
         """Drop what is known of every slot."""
         self.slots.clear()
         self.sampler.rules.clear()
+        self.experts.forget()
 
     def decode(self, tensors: StepTensors) -> Judged:
         """A step of one token for each sequence, all on the device."""
