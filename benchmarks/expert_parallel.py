@@ -4,8 +4,8 @@
         --ranks tp2 dp2+ep2 --batch 8 --context 32768 --max-num-batched-tokens 16384 \\
         --load-format dummy --json expert-parallel.json
 
-`dp2+ep2` is two engines that hold half of the experts each, `tp2` one engine on two GPUs, `tp2+ep2`
-the same with whole experts, `tp2+dp2+ep4` two such. `--layers` keeps the first so many layers of the
+`dp2+ep2` is two engines with half of the experts each, `tp2` one engine on two GPUs, `tp2+ep2` the
+same with whole experts, `tp2+dp2+ep4` two such. `--layers` keeps the first so many layers of the
 model, whose mix of attention is then a little different. Each is started alone; every round has
 other prompts, spread evenly over the engines, and ends with the last one's first token.
 """

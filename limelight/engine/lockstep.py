@@ -49,9 +49,7 @@ class JoinedRunner:
         self.runner, self.start, self.peers = runner, launch, peers
 
     def launch(self, plan: StepPlan) -> Launched:
-        loads = self.peers.agree(
-            Load(plan.num_rows, self.runner.can_replay(plan), plan.decodes)
-        )
+        loads = self.peers.agree(Load(plan.num_rows, self.runner.can_replay(plan), plan.decodes))
         most = max(load.rows for load in loads)
         if not most:
             return Nothing()

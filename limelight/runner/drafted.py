@@ -90,8 +90,8 @@ class DraftedSteps:
     def capture(
         self, progress: Progress, limit: Callable[[int], int]
     ) -> Graphs[DraftedTensors, Judged]:
-        """Make graphs of steps, and of the passes of the drafter; one of them. `limit` says how many
-        of so many rows a graph of the model can have."""
+        """Make graphs of steps, and of the passes of the drafter; one of them. `limit` says how
+        many of so many rows a graph of the model can have."""
         most = self.max_num_seqs * (1 + self.drafter.num_drafts)
         most = min(most, MOST_ROWS_OF_A_GRAPH, self.max_num_batched_tokens)
         self.prompt_graphs = Graphs(

@@ -92,8 +92,8 @@ class Scripted:
     def can_replay(self, plan):
         return self.can
 
-    def graph_size(self, rows):
-        return 8 if rows <= 8 else None
+    def graph_size(self, rows, *, decodes):
+        return (8 if rows <= 8 else None) if decodes else (64 if rows <= 64 else None)
 
     def launch(self, plan):
         self.plans.append(plan)
@@ -102,7 +102,9 @@ class Scripted:
 
 
 def step(peers, runners, rows):
-    plans = [StepPlan(grants=[Grant(0, 0, n, [], True)] if n else []) for n in rows]
+    plans = [StepPlan(grants=[Grant(i, 0, 1, [], True) for i in range(n)]) for n in rows]
+    plans = [StepPlan(grants=[Grant(0, 0, 13, [], True)]) if n == 13 else plan
+             for n, plan in zip(rows, plans, strict=True)]  # fmt: skip
     joined = [JoinedRunner(r, r.launch, p) for r, p in zip(runners, peers, strict=True)]
     with ThreadPoolExecutor(3) as threads:
         return list(threads.map(lambda one, plan: one.launch(plan), joined, plans))
@@ -116,7 +118,15 @@ def test_all_make_a_step_of_the_same_form_if_any_has_work(three):
     runners[1].can = False
     step(three, runners, [0, 3, 1])
     step(three, runners, [2, 0, 9])
-    expected = [Together([0, 3, 1], 8), Together([0, 3, 1]), Together([2, 0, 9])]
+    for runner in runners:
+        runner.can = True
+    step(three, runners, [2, 14, 0])
+    expected = [
+        Together([0, 3, 1], 8, True),
+        Together([0, 3, 1], None, True),
+        Together([2, 0, 9], None, True),
+        Together([2, 14, 0], None, True),
+    ]
     for runner in runners:
         assert [plan.together for plan in runner.plans] == expected
 
