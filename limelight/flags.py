@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # vLLM's flags without a meaning here: (number of values, why).
 IGNORED: dict[str, tuple[int | str, str]] = {
+    "--all2all-backend": (1, "--moe-backend says how rows reach experts"),
     "--attention-backend": (1, "the engine chooses its own kernels"),
     "--compilation-config": (1, "nothing is compiled while serving"),
     "--cudagraph-capture-sizes": ("+", "the engine chooses its own sizes"),
@@ -63,6 +64,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--batch-invariant": (),
     "--cpu-offload-gb": (),
     "--download-dir": (),
+    "--enable-eplb": (),
     "--enable-lora": (),
     "--kv-transfer-config": (),
     "--lora-modules": (),
