@@ -139,8 +139,8 @@ class Replicas:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             each = [(place, self.clients[place], self.clients[place].status) for place in group]
-            for place, _, status in each:
-                self.began[place] |= status.phase == "ready"
+            for place, client, _ in each:
+                self.began[place] |= client.is_loaded
             if all(status.phase == "ready" for _, _, status in each):
                 pause = 0.0
             # While it starts, it may be silent for long.
