@@ -54,10 +54,13 @@ class Sorted:
         key_P = self.dest_P * max(1, rows) + self.tokens_P
         new_P = torch.ones_like(key_P)
         new_P[1:] = key_P[1:] != key_P[:-1]
-        self.rows_P = new_P.cumsum(0) - 1  # each pair's among the rows that go, once each
-        counts_R = torch.zeros(mesh.size, dtype=torch.int64, device=slots_XN.device)
-        self.sent_R = counts_R.scatter_add(0, self.dest_P, new_P)
-        self.pairs_R = counts_R.scatter_add(0, self.dest_P, torch.ones_like(new_P))
+        upto_P = F.pad(new_P.cumsum(0), (1, 0))  # rows that go with the pairs before
+        self.rows_P = upto_P[1:] - 1  # each pair's among the rows that go, once each
+        ranks_R = torch.arange(mesh.size, device=slots_XN.device)
+        ends_R = torch.searchsorted(self.dest_P, ranks_R, right=True)
+        zero_1 = ends_R.new_zeros(1)
+        self.pairs_R = ends_R.diff(prepend=zero_1)
+        self.sent_R = upto_P[ends_R].diff(prepend=zero_1)
 
     def leaving(self, y_XD: torch.Tensor, total: int) -> torch.Tensor:
         """The `total` rows in the order in which they go."""

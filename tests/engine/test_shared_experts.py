@@ -56,9 +56,10 @@ async def texts(front, asked):
 
 
 def workload():
-    """Prompts of 1 to 150 tokens, greedy and drawn, of which one is the same token over and over:
-    all of it goes to the same experts."""
+    """Prompts of 1 to 500 tokens, greedy and drawn. One is the same token over and over: all of it
+    goes to the same experts; one ends where the model does, when the others have ended."""
     asked = [request(p, max_tokens=7 + i) for i, p in enumerate(prompts(1, 7, 150, 30))]
+    asked.append(request(*prompts(490), max_tokens=22))
     asked.append(request([5] * 64, max_tokens=6))
     asked.append(request([3, 4], max_tokens=9, temperature=0.8, seed=5))
     return asked
