@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from limelight.ops import linear
 from limelight.ops.combine import combine
-from limelight.ops.expert_pairs import expert_pairs
+from limelight.ops.expert_pairs import expert_pairs, unpack_once
 from limelight.ops.fp4 import Weight
 from limelight.parallel import dispatch
 from limelight.parallel.expert_mesh import ExpertMesh
@@ -57,8 +57,10 @@ class DividedExperts:
         y_XD, weights_XN = y_TD[part], weights_TN[part]
         slots_XN = self._slots(ids_TN[part], first=part.start)
 
-        def compute(y_PD: torch.Tensor, ids_P: torch.Tensor) -> torch.Tensor:
-            return expert_pairs(y_PD, gate_up_SGD, down_SDF, ids_P, fp32=fp32)
+        def computing(chunks: list[int]) -> Compute:
+            gate_up = unpack_once(y_XD, gate_up_SGD, chunks)
+            down = unpack_once(y_XD, down_SDF, chunks)
+            return lambda y_PD, ids_P: expert_pairs(y_PD, gate_up, down, ids_P, fp32=fp32)
 
         def added() -> torch.Tensor | None:
             if shared_gate_up_GD is None or shared_down_DF is None or not len(y_XD):
@@ -67,7 +69,7 @@ class DividedExperts:
             return linear.project(inner_XF, shared_down_DF)
 
         run = self._gathered if mesh.gathers(mesh.capacity(rows)) else self._exchanged
-        out_XD = run(y_XD, slots_XN, weights_XN, mesh.capacity(rows), compute, added, scale)
+        out_XD = run(y_XD, slots_XN, weights_XN, mesh.capacity(rows), computing, added, scale)
         return dispatch.join_parts(out_XD, rows, mesh)
 
     def _slots(self, ids_XN: torch.Tensor, *, first: int) -> torch.Tensor:
@@ -84,7 +86,7 @@ class DividedExperts:
         slots_XN: torch.Tensor,
         weights_XN: torch.Tensor,
         capacity: int,
-        compute: Compute,
+        computing: Callable[[list[int]], Compute],
         added: Callable[[], torch.Tensor | None],
         scale: float,
     ) -> torch.Tensor:
@@ -97,6 +99,7 @@ class DividedExperts:
         slots_YN = routes[:, :count].long() - mesh.rank * mesh.placement.slots
         here_YN = (slots_YN >= 0) & (slots_YN < mesh.placement.slots)
         ids_P = torch.where(here_YN, slots_YN, mesh.placement.slots).flatten()
+        compute = computing([len(ids_P)])
         out_PD = compute(all_YD.repeat_interleave(count, dim=0), ids_P)
         places_YN = torch.arange(len(ids_P), device=ids_P.device).view_as(here_YN)
         places_YN = torch.where(here_YN, places_YN, -1)
@@ -113,7 +116,7 @@ class DividedExperts:
         slots_XN: torch.Tensor,
         weights_XN: torch.Tensor,
         capacity: int,
-        compute: Compute,
+        computing: Callable[[list[int]], Compute],
         added: Callable[[], torch.Tensor | None],
         scale: float,
     ) -> torch.Tensor:
@@ -123,7 +126,7 @@ class DividedExperts:
         order = [dispatch.Sorted(slots_XN[piece], mesh) for piece in pieces]
         counts = dispatch.agree_on_counts(order, mesh)
         arriving = dispatch.dispatch(y_XD[pieces[0]], order[0], counts[0], mesh)
-        added_XD = added()
+        added_XD, compute = added(), computing([sum(one.pairs_in) for one in counts])
         out: list[torch.Tensor] = []
 
         def sum_up(i: int, returning: dispatch.Moving) -> None:

@@ -2,21 +2,43 @@
 
 For ranks that hold some of the experts: rows come from others and their outputs go back there,
 where each token sums its own (`combine.py`). An id of E, beyond the last expert, marks a row that
-is not for this rank; nothing is computed for it and its output is anything.
+is not for this rank; nothing is computed for it and its output is anything. NVFP4 weights that more
+than one chunk of rows would unpack can be unpacked for all of them (`unpack_once`).
 """
 
 import torch
 
-from limelight.ops import op
+from limelight.ops import cdiv, op
 from limelight.ops.activation import swiglu, swiglu_fp32
-from limelight.ops.fp4 import FP4, Weight, multiply_reference
-from limelight.ops.grouped import grouped_pairs
+from limelight.ops.fp4 import FP4, Matrices, Unpacked, Weight, multiply_reference, unpack
+from limelight.ops.grouped import FP4_TILES, outputs
+
+
+def unpack_once_reference(y_XD: torch.Tensor, weight: Weight, chunks: list[int]) -> Matrices:
+    """The weight for chunks of so many pairs, whose rows have the type of `y_XD`."""
+    return weight
+
+
+def _unpack_once(y_XD: torch.Tensor, weight: Weight, chunks: list[int]) -> Matrices:
+    many = [pairs for pairs in chunks if cdiv(pairs, len(weight)) > max(FP4_TILES)]
+    if not isinstance(weight, FP4) or len(many) < 2:
+        return weight
+    return Unpacked(unpack.kernel(weight.codes, weight.scales, dtype=y_XD.dtype), weight.rows)
+
+
+unpack_once = op(reference=unpack_once_reference, kernel=_unpack_once)
 
 
 def expert_pairs_reference(
-    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
+    y_PD: torch.Tensor,
+    gate_up_EGD: Matrices,
+    down_EDF: Matrices,
+    ids_P: torch.Tensor,
+    *,
+    fp32: bool,
 ) -> torch.Tensor:
     """[P, D] -> [P, D]; `fp32` is SwiGLU rounded once."""
+    assert not isinstance(gate_up_EGD, Unpacked) and not isinstance(down_EDF, Unpacked)
     act = swiglu_fp32 if fp32 else swiglu
     experts = len(gate_up_EGD)
     order_P = ids_P.argsort(stable=True)
@@ -32,7 +54,12 @@ def expert_pairs_reference(
 
 
 def _launch(
-    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
+    y_PD: torch.Tensor,
+    gate_up_EGD: Matrices,
+    down_EDF: Matrices,
+    ids_P: torch.Tensor,
+    *,
+    fp32: bool,
 ) -> torch.Tensor:
     experts, size, width = down_EDF.shape
     assert y_PD.shape == (len(ids_P), size) and y_PD.stride(1) == 1 and ids_P.is_contiguous()
@@ -41,10 +68,12 @@ def _launch(
         if isinstance(weight, FP4):
             weight.check()
         else:
-            assert weight.is_contiguous() and weight.dtype == y_PD.dtype
+            held = weight.values if isinstance(weight, Unpacked) else weight
+            assert held.is_contiguous() and held.dtype == y_PD.dtype
     if not len(y_PD):
         return torch.empty_like(y_PD)
-    return grouped_pairs(y_PD, gate_up_EGD, down_EDF, ids_P, fp32=fp32)
+    weights = (gate_up_EGD, None), (down_EDF, None)
+    return outputs(y_PD, *weights, ids_P[:, None], fp32, absent=True)[0]
 
 
 expert_pairs = op(reference=expert_pairs_reference, kernel=_launch)

@@ -16,7 +16,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import launch_combine
-from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
+from limelight.ops.fp4 import (
+    FP4,
+    Matrices,
+    Unpacked,
+    Weight,
+    product_tile,
+    scale_words,
+    unpack,
+    words_of,
+)
 from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
 
@@ -484,7 +493,11 @@ def _fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
 
 
 def _held(
-    tile: Tile, weights: tuple[Weight, Weight | None], dtype: torch.dtype, *, gate_up: bool
+    tile: Tile,
+    weights: tuple[Matrices, Weight | None],
+    dtype: torch.dtype,
+    *,
+    gate_up: bool,
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """Weights as their kernel takes them, unpacked, and what scales their rows."""
     held: list[torch.Tensor | None] = []
@@ -492,6 +505,9 @@ def _held(
     for weight in weights:
         if isinstance(weight, FP4):
             held.append(unpack.kernel(weight.codes, weight.scales, dtype=dtype))
+            factors.append(weight.rows)
+        elif isinstance(weight, Unpacked):
+            held.append(weight.values)
             factors.append(weight.rows)
         else:
             held.append(weight)
@@ -501,8 +517,8 @@ def _held(
 
 def _multiplying(
     y_TD: torch.Tensor,
-    gate_up_EGD: tuple[Weight, Weight | None],
-    down_EDF: tuple[Weight, Weight | None],
+    gate_up_EGD: tuple[Matrices, Weight | None],
+    down_EDF: tuple[Matrices, Weight | None],
     blocks: tuple[torch.Tensor, torch.Tensor],
     tiles: tuple[Tile, Tile],
     count: int,
@@ -533,16 +549,16 @@ def _multiplying(
     return out_PD, shared_TD
 
 
-def _outputs(
+def outputs(
     y_TD: torch.Tensor,
-    gate_up_EGD: tuple[Weight, Weight | None],
-    down_EDF: tuple[Weight, Weight | None],
+    gate_up_EGD: tuple[Matrices, Weight | None],
+    down_EDF: tuple[Matrices, Weight | None],
     ids_TN: torch.Tensor,
     fp32: bool,
     *,
     absent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each pair's output and the shared expert's."""
+    """Each pair's output and the shared expert's; with `absent` an id of E means no expert."""
     count, experts = ids_TN.shape[1], len(down_EDF[0])
     each = cdiv(ids_TN.numel(), experts)
     (gate_up, shared_gate_up), (down, shared_down) = gate_up_EGD, down_EDF
@@ -576,17 +592,9 @@ def grouped_moe(
     scale: float,
 ) -> torch.Tensor:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
-    out_PD, shared_TD = _outputs(
+    out_PD, shared_TD = outputs(
         y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
         absent=False,
     )  # fmt: skip
     added_TD = shared_TD if added_TD is None else added_TD
     return launch_combine(out_PD, None, weights_TN, added_TD, scale=scale, dtype=y_TD.dtype)
-
-
-def grouped_pairs(
-    y_PD: torch.Tensor, gate_up_EGD: Weight, down_EDF: Weight, ids_P: torch.Tensor, *, fp32: bool
-) -> torch.Tensor:
-    """Of each row the output of its one expert; of a row whose id is E, anything."""
-    weights = (gate_up_EGD, None), (down_EDF, None)
-    return _outputs(y_PD, *weights, ids_P[:, None], fp32, absent=True)[0]

@@ -7,8 +7,9 @@ from fp4s import decoded, meta_fp4, random_fp4
 from near import PLACES, assert_near
 
 from limelight.ops.combine import combine
-from limelight.ops.expert_pairs import expert_pairs
+from limelight.ops.expert_pairs import expert_pairs, unpack_once
 from limelight.ops.experts import moe_reference
+from limelight.ops.fp4 import Unpacked
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 # Rows, channels, experts, chosen, inner channels, FP32 SwiGLU, scale.
@@ -78,6 +79,19 @@ def test_experts_in_two_halves_give_what_all_give_at_once(case, place, packed):
         y_TD.float(), *exact, weights_TN, ids_TN, None, None, fp32=fp32, scale=scale
     )
     assert_near(found, expected, dtype=place[1])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_unpacked_once_for_several_chunks_give_the_same(place):
+    y_TD, held, *_, ids_TN = tensors((90, 64, 1, 1, 32, True, 1), place, packed=True)
+    few, many = [[90, 5], [90, 0]], [90, 80]
+    for weight in held:
+        assert all(unpack_once.kernel(y_TD, weight, chunks) is weight for chunks in few)
+    unpacked = [unpack_once.kernel(y_TD, weight, many) for weight in held]
+    assert all(isinstance(weight, Unpacked) for weight in unpacked)
+    args = {"ids_P": ids_TN.flatten(), "fp32": True}
+    found = expert_pairs.kernel(y_TD, *unpacked, **args)
+    torch.testing.assert_close(found, expert_pairs.kernel(y_TD, *held, **args), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("place", PLACES)
