@@ -12,11 +12,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.speculative import SpeculativeConfig
+from limelight.types import LogprobsMode
 
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
+    "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
     "beam_always_constrain_output": (
         "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
@@ -124,6 +126,19 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "who goes first: by arrival, or by the request's priority and then arrival"
     )
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "raw: log-probabilities of the model; processed: of what tokens are drawn from, behind "
+        "penalties, masks, temperature and cut-offs; or the logits of either",
+    )
+    enable_return_routed_experts: bool = setting(
+        False, "return with each answer the experts that its tokens went to, for routing replay"
+    )
+    batch_invariant: bool = setting(
+        False,
+        "results of a request that do not depend on what else is computed with it, bit for bit; "
+        "slower",
+    )
     enforce_eager: bool = setting(False, "run decode steps without CUDA graphs")
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"
@@ -170,6 +185,11 @@ class EngineConfig:
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
         )  # fmt: skip
+        if self.batch_invariant and self.tensor_parallel_size > 2:
+            raise ValueError(
+                "batch_invariant takes at most 2 ranks: in what order more are summed depends on "
+                "how much is summed at once"
+            )
         self._check_experts()
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(

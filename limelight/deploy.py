@@ -103,6 +103,10 @@ class Engines:
     async def close(self) -> None:
         """Engines end with their replicas."""
 
+    def abort(self, request_id: str) -> None:
+        """A request ends with its stream here, and what needs more is refused at the start."""
+        raise NotImplementedError("no engine can be told by its request's id")
+
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """The outputs of a request. While it has had none, an engine that goes is made good by
         another; then it is `EngineDead`."""
@@ -200,6 +204,8 @@ def application(engine: EngineConfig, server: ServerConfig) -> serve.Application
             "with --ray, --replicas says how many engines there are, and Ray starts dead ones "
             "anew: leave --data-parallel-size and --restart-engine out"
         )
+    if engine.enable_return_routed_experts:
+        raise ValueError("--enable-return-routed-experts is not supported with --ray")
     ranks, room = engine.tensor_parallel_size, engine.max_num_seqs
     gpus = ranks if engine.device != "cpu" and ray.cluster_resources().get("GPU") else 0
     most = server.max_replicas or server.replicas

@@ -61,7 +61,6 @@ BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # vLLM's flags of features that are still to come, and values of flags that we have.
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
-    "--batch-invariant": (),
     "--cpu-offload-gb": (),
     "--download-dir": (),
     "--enable-eplb": (),

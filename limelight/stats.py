@@ -51,3 +51,4 @@ class ModelInfo:
     block_size: int
     num_blocks: int
     dtype: str
+    returns_routed_experts: bool = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
 class RequestError(ValueError):
@@ -69,9 +70,11 @@ class SamplingParams:
     """How the tokens of one request are chosen and when they end; names and defaults as vLLM's.
 
     `logprobs=n` reports the n likeliest tokens beside the chosen one (0: the chosen one alone,
-    -1: the whole vocabulary). Log-probabilities are those of the model, before penalties, masks
-    and temperature. `stop` and `bad_words` are texts; the front turns `bad_words` into ids.
-    `structured_outputs` is for `LLM`, which makes a `Constraint` of it.
+    -1: the whole vocabulary). Whether these are the model's own or those of what the token was
+    drawn from, the engine's `logprobs_mode` says. `stop` and `bad_words` are texts; the front turns
+    `bad_words` into ids.
+    `structured_outputs` is for `LLM`, which makes a `Constraint` of it. Of routed experts, where
+    they are returned, those of the prompt from `routed_experts_prompt_start` on are.
     """
 
     n: int = 1
@@ -96,6 +99,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    routed_experts_prompt_start: int | None = None
 
     def __post_init__(self):
         _check_integer("n", self.n, 1, MAX_CHOICES)
@@ -116,6 +120,10 @@ class SamplingParams:
                     f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}",
                     param="min_tokens",
                 )
+        if self.routed_experts_prompt_start is not None:
+            _check_integer(
+                "routed_experts_prompt_start", self.routed_experts_prompt_start, 0, MAX_TOKENS
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _check_integer(name, count, -1, MAX_TOKENS)
@@ -272,6 +280,30 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """The experts that tokens went to: ids [rows, layers, chosen] in C order, of type `dtype`.
+
+    A row for each token from the first that was asked for to the one before the last; a column for
+    each layer, zeros for dense ones.
+    """
+
+    data: bytes
+    shape: tuple[int, int, int]
+    dtype: str
+
+    def first(self, rows: int) -> "RoutedExperts":
+        """The first `rows` of them."""
+        count = self.shape[0]
+        if rows >= count:
+            return self
+        size = len(self.data) // count
+        kept = max(0, rows)
+        return RoutedExperts(
+            data=self.data[: kept * size], shape=(kept, *self.shape[1:]), dtype=self.dtype
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """News of one request: the tokens of one step, and the reason if these were its last.
 
@@ -290,3 +322,4 @@ class Output:
     refused: str | None = None
     num_cached: int = 0
     queued_seconds: float = 0.0  # from arrival to the first grant
+    routed_experts: RoutedExperts | None = None  # with the last one, where they are kept

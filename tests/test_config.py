@@ -105,3 +105,9 @@ def test_a_drafter_cannot_be_divided_otherwise_than_its_model():
     for size in (1, 4):
         with pytest.raises(ValueError, match="draft_tensor_parallel_size 2"):
             EngineConfig(tensor_parallel_size=size, speculative_config=drafter)
+
+
+def test_batch_invariance_is_refused_where_it_cannot_be_promised():
+    assert EngineConfig(batch_invariant=True, tensor_parallel_size=2).batch_invariant
+    with pytest.raises(ValueError, match="at most 2 ranks"):
+        EngineConfig(batch_invariant=True, tensor_parallel_size=4)

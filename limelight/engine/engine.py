@@ -5,11 +5,12 @@ A request with a constraint waits outside the scheduler until its grammar is the
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from limelight.engine.drafting import Drafting
 from limelight.engine.expert_load import ExpertLoad
+from limelight.engine.routing import Routing, Told
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
 from limelight.steps import Grant, Sampled, StepPlan, StepResult
@@ -106,10 +107,13 @@ class Engine:
         ranks: Closing | None = None,
         peers: Joined | None = None,
         expert_load: ExpertLoad | None = None,
+        routing: Routing | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
-        self.expert_load = expert_load
+        self.expert_load, self.routing = expert_load, routing
+        # Last outputs, whose rows of routing are on their way: told a step later.
+        self.late: list[tuple[Output, Told]] = []
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -118,8 +122,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        own = self.scheduler.has_work or self.under_way is not None or bool(self.compiling)
-        return own or self.is_called
+        waits = self.under_way is not None or bool(self.compiling) or bool(self.late)
+        return self.scheduler.has_work or waits or self.is_called
 
     @property
     def is_called(self) -> bool:
@@ -140,11 +144,24 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request at once; its last output, or None if it is not here any more."""
+        told = self._routed_so_far(request_id)
         compiling = self.compiling.pop(request_id, None)
         if compiling is None and self.scheduler.abort(request_id) is None:
             return None
         self._forget(request_id)
-        return Output(request_id=request_id, token_ids=[], finish_reason="abort")
+        return Output(
+            request_id=request_id,
+            token_ids=[],
+            finish_reason="abort",
+            routed_experts=None if told is None else told.result(),
+        )
+
+    def _routed_so_far(self, request_id: str) -> Told | None:
+        """The rows of a request that is to be forgotten, if it has made a token."""
+        sequence = self.scheduler.find(request_id)
+        if self.routing is None or sequence is None or not sequence.output_token_ids:
+            return None
+        return self.routing.take(sequence)
 
     def stats(self) -> EngineStats:
         """The state after a step; who waits for a grammar waits."""
@@ -176,8 +193,15 @@ class Engine:
 
         Raises `DeviceLost` when no later step could do better.
         """
+        late, self.late = self.late, []
+        outputs = self._make_step()
+        return outputs + [replace(last, routed_experts=told.result()) for last, told in late]
+
+    def _make_step(self) -> list[Output]:
         outputs = self._take_grammars()
         plan = self.scheduler.schedule()
+        if self.routing is not None:
+            self._follow(self.routing, plan)
         if self.drafting is not None and plan.grants:
             plan = self.drafting.decide(plan)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
@@ -194,6 +218,13 @@ class Engine:
         if self.overlap:
             step, self.under_way = self.under_way, step
         return outputs + self._settle_all(step) if step is not None else outputs
+
+    def _follow(self, routing: Routing, plan: StepPlan) -> None:
+        """Keep the rows of who gave blocks back, before this plan writes into them."""
+        for sequence, blocks, computed in self.scheduler.preempted:
+            routing.keep(sequence, blocks, computed)
+        for admission in plan.admissions:
+            routing.go_on(self.scheduler.running[admission.slot])
 
     def _take_grammars(self) -> list[Output]:
         """Queue the requests whose grammars are there by now; what is told to those without."""
@@ -215,6 +246,8 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Let go of what is kept for a request while it lives."""
         self.prompt_logprobs.pop(request_id, None)
+        if self.routing is not None:
+            self.routing.forget(request_id)
         if self.grammars is not None:
             self.grammars.forget(request_id)
 
@@ -283,11 +316,8 @@ class Engine:
             finish_reason = "stop"
         self.scheduler.settle(sequence, grant, sampled.num_accepted)
         prompt_logprobs = self.prompt_logprobs.pop(request.id, None) if first else None
-        if finish_reason is not None:
-            self.scheduler.finish(sequence)
-            self._forget(request.id)
         started = sequence.first_scheduled or request.arrival
-        return Output(
+        output = Output(
             request_id=request.id,
             token_ids=sampled.token_ids[:count],
             logprobs=sampled.logprobs and sampled.logprobs[:count],
@@ -297,6 +327,17 @@ class Engine:
             num_cached=sequence.num_cached,
             queued_seconds=max(0.0, started - request.arrival),
         )
+        return output if finish_reason is None else self._finish(sequence, output)
+
+    def _finish(self, sequence: Sequence, output: Output) -> Output | None:
+        """Take out a sequence that has ended; with rows of routing its last output comes later."""
+        told = None if self.routing is None else self.routing.take(sequence)
+        self.scheduler.finish(sequence)
+        self._forget(sequence.request.id)
+        if told is None:
+            return output
+        self.late.append((output, told))
+        return None
 
     def _append(
         self, sequence: Sequence, token_ids: list[int]

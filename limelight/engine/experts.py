@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from limelight.config import EngineConfig
-from limelight.parallel.expert_mesh import ExpertMesh
+from limelight.parallel.expert_mesh import Backend, ExpertMesh
 from limelight.parallel.expert_placement import ExpertPlacement, read_loads
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
@@ -37,7 +37,7 @@ def expert_mesh(config: EngineConfig, found: "Resolved", seat: Seat) -> ExpertMe
         seat.world_size,
         placement,
         Mesh(seat.rank, seat.size),
-        backend=config.moe_backend,
+        backend=_backend(config),
         fp8=config.expert_dispatch_dtype == "fp8",
         records=config.expert_load_file is not None,
     )
@@ -46,6 +46,18 @@ def expert_mesh(config: EngineConfig, found: "Resolved", seat: Seat) -> ExpertMe
 def joined(experts: ExpertMesh | None, mesh: Mesh) -> ExpertMesh | None:
     """The same once all ranks are there; `mesh` are those with the same rows."""
     return None if experts is None else replace(experts, rows=mesh, group=dist.group.WORLD)
+
+
+def _backend(config: EngineConfig) -> Backend:
+    """The way to the experts; with --batch-invariant one that does not depend on other rows."""
+    if not config.batch_invariant:
+        return config.moe_backend
+    if config.moe_backend == "allgather_reducescatter":
+        raise ValueError(
+            "--moe-backend allgather_reducescatter sums by rank, which is not batch-invariant; "
+            "leave it out"
+        )
+    return "all2all" if config.moe_backend == "auto" else config.moe_backend
 
 
 def _check(config: EngineConfig, found: "Resolved", seat: Seat) -> None:

@@ -20,6 +20,7 @@ from limelight.types import (
     Reasoning,
     Request,
     RequestError,
+    RoutedExperts,
     SamplingParams,
     TokenLogprobs,
 )
@@ -50,6 +51,7 @@ def make_requests(
         raise RequestError("stop texts need a tokenizer, and this model has none", param="stop")
     if tokenizer is None and constraint is not None:
         raise RequestError("a constraint needs a tokenizer, and this model has none")
+    _check_routed_start(params.routed_experts_prompt_start, len(prompt_token_ids), info)
     bad_words = _bad_word_ids(params.bad_words or [], tokenizer, info)
     arrival = time.monotonic()
     return [
@@ -80,6 +82,17 @@ def _check_ids(name: str, token_ids: Iterable[int], info: ModelInfo):
                 f"ids go from 0 to {info.vocab_size - 1}",
                 param=name,
             )
+
+
+def _check_routed_start(start: int | None, num_prompt: int, info: ModelInfo):
+    name = "routed_experts_prompt_start"
+    if start is not None and not info.returns_routed_experts:
+        raise RequestError(f"{name} needs --enable-return-routed-experts", param=name)
+    if start is not None and start > num_prompt:
+        raise RequestError(
+            f"{name} must be from 0 to the {num_prompt} tokens of the prompt, got {start}",
+            param=name,
+        )
 
 
 def _resolve_max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
@@ -157,6 +170,7 @@ class Delta:
     num_cached: int = 0
     error: str | None = None
     refused: str | None = None  # what is wrong with the request, as the engine found out
+    routed_experts: RoutedExperts | None = None  # of the whole choice, with its last delta
 
 
 class Choice:
@@ -188,6 +202,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.num_cached = 0
         self.error: str | None = None
+        self.routed_experts: RoutedExperts | None = None
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._include_stop = request.params.include_stop_str_in_output
@@ -243,9 +258,24 @@ class Choice:
             num_cached=output.num_cached,
             error=output.error,
             refused=output.refused,
+            routed_experts=self._routed(output, self.num_tokens + reading.num_tokens),
         )
         self._add(delta)
         return delta
+
+    def settle(self, output: Output) -> RoutedExperts | None:
+        """What the engine's last output adds to a choice that a stop text has ended."""
+        self.routed_experts = self._routed(output, self.num_tokens)
+        return self.routed_experts
+
+    def _routed(self, output: Output, num_tokens: int) -> RoutedExperts | None:
+        """The rows of the tokens that count; the last one was never computed."""
+        if output.routed_experts is None:
+            return None
+        start = self.request.params.routed_experts_prompt_start or 0
+        return output.routed_experts.first(
+            len(self.request.prompt_token_ids) - start + num_tokens - 1
+        )
 
     def _read(self, output: Output) -> Reading:
         token_ids, reason = output.token_ids, output.finish_reason
@@ -272,3 +302,4 @@ class Choice:
         self.stop_reason = delta.stop_reason
         self.num_cached = max(self.num_cached, delta.num_cached)
         self.error = delta.error or delta.refused
+        self.routed_experts = delta.routed_experts

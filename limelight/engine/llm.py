@@ -8,11 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import cast
 
+import numpy as np
+
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig, check_parsers
 from limelight.engine.front import Choice, Delta, make_requests
+from limelight.engine.request_output import CompletionOutput, Logprob, Logprobs, RequestOutput
 from limelight.engine.startup import start_engine
 from limelight.progress import Progress
+from limelight.rl.routing import array
 from limelight.text.answer_form import (
     AnswerForm,
     Asked,
@@ -24,69 +28,18 @@ from limelight.text.answer_form import (
 from limelight.text.demand import Demand, answer_format
 from limelight.text.formats import Format
 from limelight.text.messages import Message, plain_messages
-from limelight.text.parsers import ToolCall, message_of, whole_calls
+from limelight.text.parsers import whole_calls
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
-from limelight.types import FinishReason, Request, RequestError, SamplingParams, TokenLogprobs
+from limelight.types import (
+    Request,
+    RequestError,
+    RoutedExperts,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 Prompt = str | list[int] | dict[str, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One candidate at one position."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-Logprobs = list[dict[int, Logprob] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One answer to a prompt; `error` has the words for finish_reason "error".
-
-    Where parsers take answers of chats apart, `text` is the content alone, beside `reasoning` and
-    `tool_calls`.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: Logprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    error: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    @property
-    def message(self) -> Message:
-        """The answer as a message that can join the conversation; results name its calls by id."""
-        return message_of(self.text, self.reasoning or "", self.tool_calls)
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The sum of the chosen tokens' log-probabilities, where they were asked for."""
-        if self.logprobs is None:
-            return None
-        pairs = zip(self.token_ids, self.logprobs, strict=True)
-        return sum(candidates[token].logprob for token, candidates in pairs if candidates)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """All answers to one prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: Logprobs | None
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -319,7 +272,9 @@ class LLM:
                     if delta.finish_reason is not None:
                         job.open.discard(i)
                         if output.finish_reason is None:
-                            self.engine.abort(output.request_id)
+                            last = self.engine.abort(output.request_id)
+                            if last is not None:
+                                job.choices[i].settle(last)
                     yield delta
         finally:
             for job in jobs:
@@ -340,6 +295,7 @@ class LLM:
                 error=choice.error,
                 reasoning=choice.reasoning or None,
                 tool_calls=whole_calls(choice.calls),
+                routed_experts=_array(choice.routed_experts),
             )
             for i, choice in enumerate(job.choices)
         ]
@@ -367,6 +323,10 @@ class LLM:
             )
             for token, logprob, rank in ranked
         }
+
+
+def _array(routed: RoutedExperts | None) -> np.ndarray | None:
+    return None if routed is None else array(routed)
 
 
 def _content(params: SamplingParams) -> Format | None:

@@ -144,7 +144,7 @@ class MemoryPlan:
 
     def bytes_per_token(self) -> dict[str, int]:
         """KV bytes that one more token takes, by kind of layer; a window's do not grow for ever."""
-        layer = self.block.nbytes // (self.block.rows * self.block.size)
+        layer = self.block.layer_nbytes
         full = sum(len(g.layers) for g in self.groups if g.window is None)
         window = sum(len(g.layers) for g in self.groups if g.window is not None)
         return {"full": full * layer, "window": window * layer}

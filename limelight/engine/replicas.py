@@ -103,6 +103,11 @@ class Replicas:
                     if said or last or not self._alive:
                         raise
 
+    def abort(self, request_id: str) -> None:
+        """As `EngineClient.abort`; an engine that does not have the request pays it no heed."""
+        for client in self.clients:
+            client.abort(request_id)
+
     async def close(self) -> None:
         """End all processes and what belongs to them."""
         for keeper in self._keepers:

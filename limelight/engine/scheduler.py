@@ -68,6 +68,8 @@ class Scheduler:
         self._filling: dict[int, set[bytes]] = {}
         # The sequence that found too few blocks last time, and how many there were.
         self._refused: tuple[Sequence, int] | None = None
+        # Those of the last plan that gave their blocks back: these, and the positions in them.
+        self.preempted: list[tuple[Sequence, list[int], int]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
@@ -108,6 +110,10 @@ class Scheduler:
             self.finish(sequence)
         return sequence
 
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request, running or waiting."""
+        return self._sequences.get(request_id)
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether the sequence runs or waits here."""
         return self._sequences.get(sequence.request.id) is sequence
@@ -131,6 +137,7 @@ class Scheduler:
         """The next step; without grants if there is nothing to do."""
         plan = StepPlan()
         self._filling.clear()
+        self.preempted.clear()
         preemptions = self._preemptions
         spare = self._continue_running(plan)
         if self._waiting and preemptions == self._preemptions:
@@ -218,6 +225,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence):
         """Back to its place in the queue, with its tokens and without its blocks."""
+        blocks = [block for block in sequence.block_tables[0] if block is not None]
+        self.preempted.append((sequence, blocks, sequence.num_computed + sequence.num_unsure))
         self._vacate(sequence)
         sequence.num_preemptions += 1
         self._preemptions += 1

@@ -12,7 +12,7 @@ import torch
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
-from limelight.cache.storage import BlockShape, KVStorage
+from limelight.cache.storage import BlockShape, KVStorage, routed_shape
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
 from limelight.engine.drafters import (
@@ -31,11 +31,13 @@ from limelight.engine.lockstep import JoinedRunner, meet
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.peers import Circle, Peers
 from limelight.engine.ranks import LeadingRunner, Ranks, facts_of
+from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
-from limelight.engine.vocabulary import stop_tokens, vocabulary
+from limelight.engine.vocabulary import vocabulary
 from limelight.engine.warm_up import warm_up
 from limelight.engine.work_space import work_space
 from limelight.models.beam import BeamConfig
+from limelight.models.config import stop_tokens
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
@@ -53,6 +55,7 @@ from limelight.parallel.seat import Seat
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
+from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
 from limelight.stats import ModelInfo
@@ -90,6 +93,11 @@ class Resolved:
     drafter: FoundDrafter | None = None
 
     @property
+    def ends(self) -> list[int]:
+        """The ids that end an answer."""
+        return stop_tokens(self.weights, self.config, vocab_size=self.shape.vocab_size)
+
+    @property
     def identity(self) -> bytes:
         """A hash of all that must be the same on every rank; folders may be elsewhere."""
         tensors = [(one.file.name, one.name, one.dtype, one.shape) for one in self.stored or []]
@@ -109,6 +117,8 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
+    if config.batch_invariant and device.type == "cuda":
+        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -164,6 +174,7 @@ def plan_memory(
         kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=model.head_dim,
         dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
+        routed=routed_shape(model) if config.enable_return_routed_experts else None,
     )
     length = found.max_model_len
     # Ranks on CPUs share what is free.
@@ -310,8 +321,10 @@ def _load_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        eos_token_ids=stop_tokens(found),
+        eos_token_ids=found.ends,
         grammars=grammars,
+        logprobs_mode=config.logprobs_mode,
+        batch_invariant=config.batch_invariant,
     )
 
 
@@ -329,7 +342,7 @@ def _start(
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
-    device, ends = found.device, stop_tokens(found)
+    device, ends = found.device, found.ends
     grammars = Grammars(lambda: vocabulary(config, found, ends))
     runner, drafting = start_runner(
         config, found, plan, mesh, progress, grammars.of_request, experts=experts
@@ -350,6 +363,7 @@ def _start(
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
         dtype=str(found.dtype)[6:],
+        returns_routed_experts=config.enable_return_routed_experts,
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
@@ -360,6 +374,7 @@ def _start(
         scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
         peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
+        routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
     return Started(engine, info, plan, found.weights, device.type == "cuda")
 

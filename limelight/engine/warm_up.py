@@ -3,6 +3,7 @@
 from limelight.engine import pretended
 from limelight.engine.drafters import FoundDrafter
 from limelight.engine.memory import MemoryPlan
+from limelight.ops.far import PIECE, QUERIES, able
 from limelight.ops.paging import FEW_QUERIES
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
@@ -35,9 +36,20 @@ def warm_up(
             for drafts in kinds:
                 runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
+    if runner.device.type == "cuda" and able(runner.storage.caches[0]):
+        _warm_pieces(runner, plan)
     if drafter is not None and runner.device.type == "cuda":
         _warm_drafts(runner, drafter, plan, longest)
     runner.forget()
+
+
+def _warm_pieces(runner: ModelRunner, plan: MemoryPlan) -> None:
+    """Every number of queries that has a piece of keys before it."""
+    most = min(plan.chunk, plan.max_model_len - 1 - PIECE)
+    for rows in range(QUERIES, most + 1, QUERIES):
+        tables = pretended.tables(plan, PIECE + rows)
+        admissions = pretended.admit(1, PIECE + rows, SamplingParams(temperature=0.0))
+        runner.execute(StepPlan(admissions, [Grant(0, PIECE, rows, tables, True)]))
 
 
 def _warm_drafts(

@@ -9,15 +9,20 @@ from limelight.ops.attention import packed_attention, paged_attention
 from limelight.ops.block import BlockLayout, block_attention
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
+from limelight.ops.router import Routed
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Keys and values in the cache: one layout for each group of layers, one cache a layer."""
+    """Keys and values in the cache: one layout for each group of layers, one cache a layer.
+
+    The ids of experts may be kept beside those of the first group, integers [S, L, N].
+    """
 
     layouts: list[PagedLayout]
     group_of_layer: list[int]
     caches: list[LayerCache]
+    routed_SLN: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,12 @@ class Batch:
         """Whole sequences of these lengths, without a cache."""
         positions_T = torch.cat([torch.arange(n, device=device) for n in lengths])
         return cls(positions_T=positions_T, lengths=lengths)
+
+    def routed(self, layer: int) -> Routed | None:
+        """Where the ids of the experts of `layer` are kept for these tokens, if they are."""
+        if self.paged is None or self.paged.routed_SLN is None:
+            return None
+        return Routed(self.paged.routed_SLN[:, layer], self.paged.layouts[0].slots_T)
 
     def attend(
         self,

@@ -109,10 +109,19 @@ class Attention(nn.Module):
         return self.o(out_TN)
 
 
-class SparseFeedForward(nn.Module):
+class DenseFeedForward(nn.Module):
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()
-        self.count = config.experts_per_token
+        self.mlp = SwiGLU(config.hidden_size, config.inner_size, place, fp32=True)
+
+    def forward(self, y_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.mlp(y_TD)
+
+
+class SparseFeedForward(nn.Module):
+    def __init__(self, config: BeamConfig, layer: int, place: Placement):
+        super().__init__()
+        self.layer, self.count = layer, config.experts_per_token
         self.groups, self.kept_groups = config.groups, config.kept_groups
         gate, exact = place.within("gate"), torch.float32
         self.router_ED = gate.whole(
@@ -126,10 +135,11 @@ class SparseFeedForward(nn.Module):
             place.within("experts"), fp32=True, scale=config.routed_scale,
         )  # fmt: skip
 
-    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, y_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
         weights_TN, ids_TN = router.route(
             y_TD, self.router_ED, self.bias_E,
             count=self.count, groups=self.groups, kept_groups=self.kept_groups,
+            routed=batch.routed(self.layer),
         )  # fmt: skip
         return self.experts(y_TD, weights_TN, ids_TN)
 
@@ -148,9 +158,9 @@ class Layer(nn.Module):
         self.feed_forward_out = normed("post_feedforward")
         mlp = place.within("mlp")
         self.feed_forward = (
-            SparseFeedForward(config, mlp)
+            SparseFeedForward(config, layer, mlp)
             if config.sparse[layer]
-            else SwiGLU(size, config.inner_size, mlp, fp32=True)
+            else DenseFeedForward(config, mlp)
         )
         self.attention_add = 2 * (layer + 1)
         self.feed_forward_add = self.attention_add + 1
@@ -171,7 +181,7 @@ class Layer(nn.Module):
             h_TD, x_TD, self.attention_out.weight, self.feed_forward_in.weight,
             n=self.attention_add, eps=eps,
         )  # fmt: skip
-        x_TD = self.feed_forward(y_TD)
+        x_TD = self.feed_forward(y_TD, batch)
         return norm.sandwich(
             h_TD, x_TD, self.feed_forward_out.weight, following.weight,
             n=self.feed_forward_add, eps=eps,

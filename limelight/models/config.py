@@ -6,7 +6,10 @@ the result and is not supported.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from limelight.checkpoint import read_json
 
 Json = Mapping[str, object]
 
@@ -154,3 +157,20 @@ def read_common(
         "max_positions": reader.integer("max_position_embeddings", high=2**31),
         "dtype": str(reader.json.get("dtype") or reader.json.get("torch_dtype") or "bfloat16"),
     }
+
+
+def stop_tokens(weights: Path, config: Path, *, vocab_size: int) -> list[int]:
+    """The end-of-sequence ids of generation_config.json, else of config.json."""
+    beside = [weights] if weights.is_dir() else []
+    files = [folder / "generation_config.json" for folder in (*beside, config)]
+    for file in (*files, config / "config.json"):
+        ids = read_json(file).get("eos_token_id") if file.exists() else None
+        ids = [ids] if isinstance(ids, int) else ids
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not all(
+            isinstance(item, int) and 0 <= item < vocab_size for item in ids
+        ):
+            raise ValueError(f"{file}: eos_token_id must be token ids below {vocab_size}: {ids!r}")
+        return ids
+    return []

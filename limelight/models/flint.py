@@ -114,7 +114,9 @@ class DenseFeedForward(nn.Module):
         )
         self.mlp = SwiGLU(config.hidden_size, config.inner_size, place.within("mlp"), fp32=False)
 
-    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, h_TD: torch.Tensor, x_TD: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, inner_TF = linear.norm_swiglu(
             h_TD, x_TD, self.norm.weight, self.mlp.gate_up.weight, eps=self.norm.eps, fp32=False
         )
@@ -122,10 +124,10 @@ class DenseFeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    def __init__(self, config: FlintConfig, place: Placement):
+    def __init__(self, config: FlintConfig, layer: int, place: Placement):
         super().__init__()
         size = config.hidden_size
-        self.count = config.experts_per_token
+        self.layer, self.count = layer, config.experts_per_token
         self.norm = RMSNorm(size, place.within("post_attention_layernorm"), eps=config.rms_norm_eps)
         place = place.within("mlp")
         self.router_ED = place.whole(
@@ -139,10 +141,13 @@ class SparseFeedForward(nn.Module):
             fp32=False,
         )  # fmt: skip
 
-    def forward(self, h_TD: torch.Tensor, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, h_TD: torch.Tensor, x_TD: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
-            h_TD, x_TD, self.norm.weight, self.router_ED, eps=self.norm.eps, count=self.count
-        )
+            h_TD, x_TD, self.norm.weight, self.router_ED,
+            eps=self.norm.eps, count=self.count, routed=batch.routed(self.layer),
+        )  # fmt: skip
         return h_TD, self.experts(y_TD, weights_TN, ids_TN, self.shared)
 
 
@@ -150,15 +155,17 @@ class Layer(nn.Module):
     def __init__(self, config: FlintConfig, layer: int, place: Placement):
         super().__init__()
         self.attention = Attention(config, layer, place)
-        self.feed_forward = (SparseFeedForward if config.sparse[layer] else DenseFeedForward)(
-            config, place
+        self.feed_forward = (
+            SparseFeedForward(config, layer, place)
+            if config.sparse[layer]
+            else DenseFeedForward(config, place)
         )
 
     def forward(
         self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
-        return self.feed_forward(h_TD, x_TD)
+        return self.feed_forward(h_TD, x_TD, batch)
 
 
 class Flint(nn.Module):

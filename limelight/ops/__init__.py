@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V")
 _references_only: ContextVar[bool] = ContextVar("references_only", default=False)
+_batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 _calls: ContextVar["list[Call] | None"] = ContextVar("calls", default=None)
 
 
@@ -64,6 +65,21 @@ def use_reference() -> Iterator[None]:
         yield
     finally:
         _references_only.reset(token)
+
+
+@contextmanager
+def batch_invariance(wanted: bool) -> Iterator[None]:
+    """Within, where wanted, a row's result depends neither on other rows nor on their number."""
+    token = _batch_invariant.set(wanted)
+    try:
+        yield
+    finally:
+        _batch_invariant.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    """Whether operations are now to keep to one order of adding, whatever it costs."""
+    return _batch_invariant.get()
 
 
 @contextmanager

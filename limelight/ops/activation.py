@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import cdiv, op, pdl
+from limelight.ops import cdiv, invariant, is_batch_invariant, op, pdl
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -15,13 +15,17 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def swiglu(gate_up_TF: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for a row [gate, up]: [..., 2F] -> [..., F]. Each is rounded, as in Flint."""
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return _silu(gate_TF) * up_TF
+
+
+def _silu(x_TF: torch.Tensor) -> torch.Tensor:
+    return invariant.silu(x_TF) if is_batch_invariant() else F.silu(x_TF)
 
 
 def swiglu_fp32(gate_up_TF: torch.Tensor) -> torch.Tensor:
     """The same in FP32, rounded once, as in Beam."""
     gate_TF, up_TF = gate_up_TF.float().chunk(2, dim=-1)
-    return (F.silu(gate_TF) * up_TF).to(gate_up_TF.dtype)
+    return (_silu(gate_TF) * up_TF).to(gate_up_TF.dtype)
 
 
 @triton.jit
@@ -38,7 +42,8 @@ def output_gate(
     out_THC: torch.Tensor, gate_THC: torch.Tensor, bias_H: torch.Tensor
 ) -> torch.Tensor:
     """out * sigmoid(gate + bias of its head), the sum, the sigmoid and the product rounded."""
-    return out_THC * torch.sigmoid(gate_THC + bias_H[:, None])
+    sigmoid = invariant.sigmoid if is_batch_invariant() else torch.sigmoid
+    return out_THC * sigmoid(gate_THC + bias_H[:, None])
 
 
 @triton.jit

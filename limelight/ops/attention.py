@@ -15,8 +15,9 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import decode, op, prefill, rope
+from limelight.ops import decode, invariant, is_batch_invariant, op, prefill, rope
 from limelight.ops.activation import output_gate
+from limelight.ops.far import chosen, far
 from limelight.ops.keys import End
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import Heads, Rotation
@@ -171,7 +172,9 @@ def paged_attention_reference(
     (cache.write if layout.padded else cache.put)(layout.slots_T, k_TKC, v_TKC)
     # Without sinks `attend` has rounding points of its own.
     alike = sinks_H is not None or q_THC.dtype == cache.pairs_2KSC.dtype == torch.float32
-    if alike and layout.kept is not None and layout.goes_on:
+    if is_batch_invariant():
+        out_THC = invariant.attend(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
+    elif alike and layout.kept is not None and layout.goes_on:
         out_THC = layout.kept.attend(q_THC, k_TKC, v_TKC, cache, sinks_H=sinks_H, scale=scale)
     else:
         out_THC = attend_cached(q_THC, cache, layout, sinks_H=sinks_H, scale=scale)
@@ -213,7 +216,9 @@ def _launch_paged_attention(
     )
     if layout.few or mixed:
         decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
-    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale)
+    prompt = chosen(layout.prompts, cache) if layout.window is None else None
+    begun = None if prompt is None else far(q_THC, cache, layout, prompt, scale=scale)
+    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale, far=begun)
     return out_THC
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from limelight.ops import cdiv, next_power_of_2, op, pdl
+from limelight.ops import cdiv, invariant, is_batch_invariant, next_power_of_2, op, pdl
 
 
 def combine_reference(
@@ -31,7 +31,10 @@ def combine_reference(
         # A row of what nobody wrote may hold anything.
         none_1D = out_PD.new_zeros(1, out_PD.shape[1])
         out_TND = torch.cat([out_PD, none_1D])[torch.where(here_TN, places_TN, len(out_PD))]
-    out_TD = torch.bmm(weights_TN[:, None], out_TND.float())[:, 0].to(dtype)
+    if is_batch_invariant():
+        out_TD = invariant.weighted_sum(weights_TN, out_TND).to(dtype)
+    else:
+        out_TD = torch.bmm(weights_TN[:, None], out_TND.float())[:, 0].to(dtype)
     if scale != 1.0:
         out_TD = out_TD * scale
     return out_TD if added_TD is None else out_TD + added_TD

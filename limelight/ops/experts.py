@@ -10,7 +10,7 @@ first (`grouped.py`).
 
 import torch
 
-from limelight.ops import linear, op
+from limelight.ops import invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.chosen import few_moe, most_rows
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
@@ -41,13 +41,19 @@ def moe_reference(
     act = swiglu_fp32 if fp32 else swiglu
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
     few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
-    if len(y_TD) == 1:
+    alike = is_batch_invariant()
+    if len(y_TD) == 1 and not alike:
         parts = [
             multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
             for e in ids_TN[0].tolist()
         ]
         out_TD = torch.mm(weights_TN, torch.cat(parts).float()).to(y_TD.dtype)
-    elif few and isinstance(gate_up_EGD, torch.Tensor) and isinstance(down_EDF, torch.Tensor):
+    elif (
+        few
+        and not alike
+        and isinstance(gate_up_EGD, torch.Tensor)
+        and isinstance(down_EDF, torch.Tensor)
+    ):
         gate_up_ETG = torch.bmm(y_TD.expand(experts, -1, -1), gate_up_EGD.mT)
         out_TED = torch.bmm(act(gate_up_ETG), down_EDF.mT).transpose(0, 1)
         weights_TE = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
@@ -62,7 +68,8 @@ def moe_reference(
             if sizes[e]
         ]
         out_PD = torch.cat([rows_PD[:0], *parts])[order_P.argsort()]
-        out_TD = _weighted_sum(weights_TN, out_PD.unflatten(0, ids_TN.shape))
+        weigh = invariant.weighted_sum if alike else _weighted_sum
+        out_TD = weigh(weights_TN, out_PD.unflatten(0, ids_TN.shape))
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, op, pdl, stages
+from limelight.ops import by_size, cdiv, invariant, is_batch_invariant, op, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 
 BLOCK = 16
@@ -113,13 +113,14 @@ def unpack_reference(
 
 def multiply_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
     """x W^T in the type of x; of NVFP4 the sum is scaled in FP32 before it is rounded."""
+    linear = invariant.linear if is_batch_invariant() else F.linear
     if isinstance(weight_DF, torch.Tensor):
-        return F.linear(x_TF, weight_DF)
+        return linear(x_TF, weight_DF)
     (rows, columns), x_TF32 = weight_DF.shape, x_TF.float()
     step = max(1, UNPACKED_AT_ONCE // columns)
     pieces = [weight_DF[at : at + step] for at in range(0, rows, step)]
     sums = [
-        F.linear(x_TF32, unpack_reference(piece.codes, piece.scales, dtype=torch.float32))
+        linear(x_TF32, unpack_reference(piece.codes, piece.scales, dtype=torch.float32))
         for piece in pieces
     ]
     return (torch.cat(sums, dim=-1) * weight_DF.rows).to(x_TF.dtype)

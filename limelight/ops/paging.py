@@ -93,6 +93,16 @@ class Segment:
     bias_BQL: torch.Tensor  # FP32: 0, or -inf where a query must not see a key
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the host knows of sequence `b`: its first row, its queries, and its tokens before."""
+
+    b: int
+    start: int
+    queries: int
+    past: int
+
+
 @dataclass(frozen=True)
 class PagedLayout:
     """B sequences of a batch, for the layers that share a block table; its tensors are int32.
@@ -103,7 +113,8 @@ class PagedLayout:
     known on the host, so that a CUDA graph can be replayed with others: only that the `few` first
     sequences have at most FEW_QUERIES queries each, and bounds of the queries and tokens of all.
     With `mixed` not even that: those with at most so many queries count as having few, wherever
-    they are. `busy` sequences are likely to be no padding.
+    they are. `busy` sequences are likely to be no padding. Of `prompts` all is known, in steps that
+    are no graphs.
     """
 
     tables_SN: torch.Tensor
@@ -118,6 +129,7 @@ class PagedLayout:
     max_len: int
     busy: int | None = None  # None: all
     mixed: int | None = None
+    prompts: tuple[Prompt, ...] = ()
     kept: "Kept | None" = None  # on a CPU, what steps with this table keep
 
     @cached_property

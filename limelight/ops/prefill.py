@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
+from limelight.ops.far import Far
 from limelight.ops.keys import (
     HIDDEN,
     LOG2E,
@@ -51,10 +52,10 @@ def _located(
     return sequence, tile - before
 
 
-@triton.jit(do_not_specialize=["few", "count", "table_stride"])
+@triton.jit(do_not_specialize=["far_b", "far_rows", "few", "count", "table_stride"])
 def _prefill_kernel(
-    q, pairs, scales, tables, rows, seq_lens, starts, sinks, gate, bias, out,
-    few, count, q_stride, table_stride, half_stride, gate_stride, scale,
+    q, pairs, scales, tables, rows, seq_lens, starts, sinks, gate, bias, far, far_lse, out,
+    far_b, far_rows, far_keys, few, count, q_stride, table_stride, half_stride, gate_stride, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     MIXED: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -99,6 +100,20 @@ def _prefill_kernel(
         oldest = length - queries + i0
         end = tl.minimum(oldest + QUERIES, length)
         first = tl.zeros_like(length)
+        if far is not None:
+            begun = (b == far_b) & (i0 + QUERIES <= far_rows)
+            first = tl.where(begun, far_keys, first)
+            end = tl.where(begun, length - queries, end)
+            oldest = tl.minimum(oldest, end - 1)
+            at_R, seen_R = i * HEADS + head, begun & (r < QUERIES * GROUP)
+            lse_R = tl.load(far_lse + at_R, mask=seen_R, other=HIDDEN) * LOG2E
+            top_R = tl.maximum(m_R, lse_R)
+            share_R = tl.exp2(lse_R - top_R)
+            m_R, l_R = top_R, l_R * tl.exp2(m_R - top_R) + tl.where(seen_R, share_R, 0.0)
+            a_RC = tl.load(
+                far + at_R[:, None].to(tl.int64) * C + c, mask=seen_R[:, None], other=0.0
+            )
+            a_RC *= share_R[:, None]
         inner, begin = first, first
         if WINDOW is not None:
             first = tl.maximum(oldest - WINDOW + 1, 0)
@@ -163,9 +178,11 @@ def launch(
     end: End,
     *,
     scale: float,
+    far: Far | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Attention of all sequences but the `few` first, or those with few queries, into `out_THC`."""
+    """Attention of all sequences but the `few` first, or those with few queries, into `out_THC`;
+    from where `far` leaves one of them."""
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
     pairs, group = kernel_view(cache), heads // kv_heads
@@ -175,11 +192,13 @@ def launch(
     queries = rows // group
     few = layout.few if layout.mixed is None else 0
     count = len(layout.rows_B) - few
+    begun = (None, None) if far is None else (far.out_THC, far.lse_TH)
+    place = (0, 0, 0) if far is None else (far.b, far.rows, far.keys)
     # Each sequence has at most one tile that is not full.
     _prefill_kernel[(cdiv(len(q_TN), queries) + min(count, len(q_TN)), kv_heads)](
         q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
-        layout.starts_B, *end.arguments, out_THC,
-        few, count, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
+        layout.starts_B, *end.arguments, *begun, out_THC,
+        *place, few, count, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
         end.gate_stride, scale * LOG2E.value,
         GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
         WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys, MIXED=layout.mixed,

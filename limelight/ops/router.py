@@ -5,22 +5,56 @@
 Flint has no bias, and its `norm_route` begins with the residual add and norm that make y, each
 rounded to the type of the activations. With groups (DeepSeek-V3), as in Beam, experts compete only
 inside the best groups; a group's score is the sum of its two best choices. Of equal choices the
-kernel takes the first expert.
+kernel takes the first expert. The ids that the experts get can be kept beside the keys and values
+of their tokens (`Routed`), for whoever asks later.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl
+from limelight.ops import (
+    by_size,
+    cdiv,
+    invariant,
+    is_batch_invariant,
+    next_power_of_2,
+    op,
+    pdl,
+)
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Where the ids of a layer's experts are kept: token t's in row `slots_T[t]`, or nowhere at -1.
+
+    `ids_SN` is of any integer type that holds them, and its rows may lie apart; `slots_T` is int64.
+    """
+
+    ids_SN: torch.Tensor
+    slots_T: torch.Tensor
+
+    def keep(self, ids_TN: torch.Tensor) -> None:
+        held_T = self.slots_T >= 0
+        self.ids_SN[self.slots_T[held_T]] = ids_TN[held_T].to(self.ids_SN.dtype)
+
+    def check(self, rows: int, count: int) -> None:
+        """What kernels take for granted."""
+        assert self.ids_SN.shape[1] == count and self.ids_SN.stride(1) == 1
+        assert self.slots_T.shape == (rows,) and self.slots_T.dtype == torch.int64
+        assert self.slots_T.is_contiguous()
+
+
 def sigmoid_scores(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """sigmoid(y W^T), FP32 [T, E], whatever the type of `y_TD`."""
+    if is_batch_invariant():
+        return invariant.sigmoid(invariant.linear(y_TD.float(), router_ED))
     return torch.sigmoid(F.linear(y_TD.float(), router_ED))
 
 
@@ -38,10 +72,14 @@ def norm_route_reference(
     *,
     eps: float,
     count: int,
+    routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """h + x, its RMSNorm y, and of y the weights FP32 [T, N] and ids [T, N] of the best experts."""
     h_TD, y_TD = add_rmsnorm_reference(h_TD, x_TD, norm_D, eps=eps)
-    return h_TD, y_TD, *top_experts(sigmoid_scores(y_TD, router_ED), count=count)
+    weights_TN, ids_TN = top_experts(sigmoid_scores(y_TD, router_ED), count=count)
+    if routed is not None:
+        routed.keep(ids_TN)
+    return h_TD, y_TD, weights_TN, ids_TN
 
 
 def route_reference(
@@ -52,6 +90,7 @@ def route_reference(
     count: int,
     groups: int,
     kept_groups: int,
+    routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights FP32 [T, N] and ids [T, N] of the best by score + bias in the best groups."""
     scores_TE = sigmoid_scores(y_TD, router_ED)
@@ -61,6 +100,8 @@ def route_reference(
     kept.scatter_(1, best_TG.topk(kept_groups, dim=-1).indices, True)
     choice_TE = choice_TGX.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
     ids_TN = choice_TE.topk(count, dim=-1).indices
+    if routed is not None:
+        routed.keep(ids_TN)
     weights_TN = scores_TE.gather(1, ids_TN)
     return weights_TN / (weights_TN.sum(dim=-1, keepdim=True) + GROUPED_EPSILON), ids_TN
 
@@ -192,7 +233,7 @@ def _best_groups(key_GX, x_X, KEPT: tl.constexpr):
 
 @triton.jit
 def _select_kernel(
-    logits, bias, weights, ids, rows, epsilon,
+    logits, bias, weights, ids, routed, slots, rows, epsilon, stride,
     PARTS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
@@ -242,6 +283,10 @@ def _select_kernel(
     weights_N /= tl.sum(weights_N, axis=0) + epsilon
     tl.store(weights + t * COUNT + n_N, weights_N, mask=n_N < COUNT)
     tl.store(ids + t * COUNT + n_N, ids_N.to(ids.dtype.element_ty), mask=n_N < COUNT)
+    if routed is not None:
+        slot = tl.load(slots + t)
+        kept_N = (n_N < COUNT) & (slot >= 0)
+        tl.store(routed + slot * stride + n_N, ids_N.to(routed.dtype.element_ty), mask=kept_N)
 
 
 # Up to this many rows, a program has one row and reads its experts' weights before it waits.
@@ -314,15 +359,20 @@ def _select(
     groups: int = 1,
     kept_groups: int = 1,
     epsilon: float = 0.0,
+    routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     parts, rows, experts = logits_PTE.shape
     size = experts // groups
     assert experts == groups * size and kept_groups <= groups and count <= kept_groups * size
     weights_TN = logits_PTE.new_empty(rows, count)
     ids_TN = logits_PTE.new_empty(rows, count, dtype=torch.int64)
+    if routed is not None:
+        routed.check(rows, count)
+    into = (None, None) if routed is None else (routed.ids_SN, routed.slots_T)
+    stride = 0 if routed is None else routed.ids_SN.stride(0)
     if rows:
         _select_kernel[(rows,)](
-            logits_PTE, bias_E, weights_TN, ids_TN, rows, epsilon,
+            logits_PTE, bias_E, weights_TN, ids_TN, *into, rows, epsilon, stride,
             PARTS=parts, COUNT=count, GROUPS=groups, KEPT=kept_groups, SIZE=size,
             BLOCK_N=next_power_of_2(count), BLOCK_G=next_power_of_2(groups),
             BLOCK_X=next_power_of_2(size), num_warps=1, **pdl(logits_PTE),
@@ -338,6 +388,7 @@ def _launch_norm_route(
     *,
     eps: float,
     count: int,
+    routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _check(h_TD, router_ED)
     _check(x_TD, router_ED)
@@ -348,7 +399,7 @@ def _launch_norm_route(
     else:
         h_TD, y_TD = add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
         logits_PTE = _logits(y_TD, router_ED)
-    return h_TD, y_TD, *_select(logits_PTE, count=count)
+    return h_TD, y_TD, *_select(logits_PTE, count=count, routed=routed)
 
 
 def _launch_route(
@@ -359,11 +410,13 @@ def _launch_route(
     count: int,
     groups: int,
     kept_groups: int,
+    routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert bias_E.dtype == torch.float32 and bias_E.is_contiguous()
     return _select(
         _logits(y_TD, router_ED), bias_E,
         count=count, groups=groups, kept_groups=kept_groups, epsilon=GROUPED_EPSILON,
+        routed=routed,
     )  # fmt: skip
 
 

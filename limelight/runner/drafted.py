@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.loader import Model
 from limelight.models.taps import Taps
-from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
 from limelight.ops.rows import Asked, Rows, lay_rows, stand
 from limelight.ops.trim import keep
@@ -27,7 +27,9 @@ from limelight.runner.inputs import (
     StepInputs,
     StepTensors,
     fill,
+    gains_nothing_by_a_graph,
     lay_out,
+    prompts_of,
 )
 from limelight.runner.launched import Judged, Launched, Stopwatch
 from limelight.runner.sampler import Sampler
@@ -46,7 +48,7 @@ MOST_PADDING = 16
 class Extent:
     """What the host knows of a step: how many rows and rows of logits, how many sequences in all
     and first with few queries (or `mixed`, at most so many, wherever they are) and likely to be no
-    padding, bounds of queries and tokens, and which work nobody needs."""
+    padding, bounds of queries and tokens, which work nobody needs, and all of some prompts."""
 
     rows: int
     picks: int
@@ -58,6 +60,7 @@ class Extent:
     cuts: bool
     busy: int | None = None  # None: all
     mixed: int | None = None
+    prompts: tuple[Prompt, ...] = ()
 
 
 class DraftedSteps:
@@ -198,14 +201,17 @@ class DraftedSteps:
         size = None if graphs is None else graphs.size_for(extent.rows)
         if graphs is None or size is None:
             return None
+        if gains_nothing_by_a_graph(extent.prompts, self.storage):
+            return None
         of_graph = self.extent_of_graph(size) if decodes else self.extent_with_prompts(size)
         return (graphs, of_graph) if extent.picks <= of_graph.picks else None
 
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
         offered, kept = _kept(None, grants), _kept(plan.trim, grants)
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        rows = sum(grant.num_tokens for grant in grants) - offered + kept
         return Extent(
-            rows=sum(grant.num_tokens for grant in grants) - offered + kept,
+            rows=rows,
             picks=len(rules) + kept,
             seqs=len(grants),
             few=sum(grant.num_tokens <= FEW_QUERIES for grant in grants),
@@ -217,6 +223,7 @@ class DraftedSteps:
             trims=kept < offered,
             greedy=all(rule.greedy for rule in rules),
             cuts=any(rule.truncated for rule in rules),
+            prompts=prompts_of(grants, rows),
         )
 
     def _send(
@@ -323,9 +330,9 @@ class DraftedSteps:
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=rows.seq_lens_B, starts_B=rows.starts_B,
             slots_GT=rows.slots_GT, few=extent.few, bounds=extent.bounds,
-            busy=extent.busy, mixed=extent.mixed,
+            busy=extent.busy, mixed=extent.mixed, prompts=extent.prompts,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
         hidden_TD = self._forward(rows.tokens_T, batch)
         picked = rows.picked_R

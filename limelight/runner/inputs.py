@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
+from limelight.ops.far import WITHOUT_GRAPH, chosen
 from limelight.ops.kept import KEPT_BYTES, Kept
-from limelight.ops.paging import FP8, PagedLayout
+from limelight.ops.paging import FEW_QUERIES, FP8, PagedLayout, Prompt
+from limelight.steps import Grant
 
 ALIGNMENT = 16
 # One set of host memory is filled while the copy of the one before may still run.
@@ -259,13 +261,14 @@ def lay_out(
     bounds: tuple[int, int],
     busy: int | None = None,
     mixed: int | None = None,
+    prompts: tuple[Prompt, ...] = (),
     kept: list[Kept] | None = None,
 ) -> list[PagedLayout]:
     """For each group of layers, where the keys and values of a step are and go.
 
     The first `few` sequences have few queries, or with `mixed` any that have so many at most;
-    `bounds` are the most queries and tokens, and `busy` sequences are likely to be no padding. On a
-    CPU steps without drafts may keep what they read.
+    `bounds` are the most queries and tokens, and `busy` sequences are likely to be no padding; of
+    `prompts` all is known. On a CPU steps without drafts may keep what they read.
     """
     return [
         PagedLayout(
@@ -281,10 +284,26 @@ def lay_out(
             max_len=bounds[1],
             busy=busy,
             mixed=mixed,
+            prompts=prompts,
             kept=None if kept is None else kept[g],
         )
         for g, group in enumerate(storage.groups)
     ]
+
+
+def prompts_of(grants: list[Grant], rows: int) -> tuple[Prompt, ...]:
+    """Those of a step of so many rows, in which sequences with drafts come first."""
+    starts = rows - np.cumsum([grant.num_tokens for grant in reversed(grants)])[::-1]
+    return tuple(
+        Prompt(b, int(start), grant.num_tokens, grant.start)
+        for b, (grant, start) in enumerate(zip(grants, starts, strict=True))
+        if grant.num_tokens > FEW_QUERIES
+    )
+
+
+def gains_nothing_by_a_graph(prompts: tuple[Prompt, ...], storage: KVStorage) -> bool:
+    """Whether a step's attention is long enough, and faster where the host knows its prompts."""
+    return chosen(prompts, storage.caches[0], least=WITHOUT_GRAPH) is not None
 
 
 def fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: float) -> None:

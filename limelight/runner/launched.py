@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from limelight.runner.logprobs import NOT_FINITE, is_finite
 from limelight.runner.sampler import NOT_NUMBERS, Run
 from limelight.steps import Grant, Sampled, StepPlan, StepResult, StepTimes
 from limelight.types import DeviceLost, TokenLogprobs
@@ -109,11 +110,14 @@ class Launched:
 
     def _sampled(self, grant: Grant, odds: list[float] | None) -> Sampled:
         run = self.runs.get(grant.slot) or Run([])
+        of_prompt = self.prompt_logprobs.get(grant.slot)
+        if of_prompt is not None and not all(map(is_finite, of_prompt)):
+            run = Run([], error=NOT_FINITE)
         return Sampled(
             slot=grant.slot,
             token_ids=run.token_ids,
             logprobs=run.logprobs or None,
-            prompt_logprobs=self.prompt_logprobs.get(grant.slot),
+            prompt_logprobs=of_prompt,
             error=run.error,
             refused=run.refused,
             is_whole=run.is_whole,

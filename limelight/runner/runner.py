@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
-from limelight.models.batch import Batch, Paged
+from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
+from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
-from limelight.ops.paging import FEW_QUERIES
+from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
@@ -22,17 +24,24 @@ from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
-from limelight.runner.inputs import BlockTables, Size, StepInputs, StepTensors, fill, keep, lay_out
+from limelight.runner.inputs import (
+    BlockTables,
+    Size,
+    StepInputs,
+    StepTensors,
+    fill,
+    gains_nothing_by_a_graph,
+    keep,
+    lay_out,
+    prompts_of,
+)
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
-from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler, token_logprobs
+from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
-from limelight.types import Request, TokenLogprobs
+from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
     import xgrammar
-
-# Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
-LOGIT_ROWS_AT_ONCE = 256
 
 
 @dataclass(slots=True)
@@ -56,6 +65,8 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: list[int],
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        batch_invariant: bool = False,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -74,7 +85,8 @@ class ModelRunner:
         )  # fmt: skip
         # One more for padding rows, which belong to no sequence.
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self.kept = keep(storage, heads=model.config.num_heads)
+        self.batch_invariant = batch_invariant
+        self.kept = None if batch_invariant else keep(storage, heads=model.config.num_heads)
         self.slots: dict[int, Slot] = {}
         self.sampler = Sampler(
             vocab_size=model.head.outputs,
@@ -82,6 +94,7 @@ class ModelRunner:
             device=self.device,
             grammars=grammars,
             chooses=self.mesh.rank == 0,
+            logprobs_mode=logprobs_mode,
         )
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
@@ -114,7 +127,11 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; the device may still run the one before."""
-        with device_faults(self.device), torch.inference_mode():
+        with (
+            device_faults(self.device),
+            torch.inference_mode(),
+            batch_invariance(self.batch_invariant),
+        ):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -156,7 +173,7 @@ class ModelRunner:
         tokens = sum(grant.num_tokens for grant in grants)
         tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
         hidden_TD = self._forward(tensors, grants)
-        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
         if not sampling:
             return launched
         logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
@@ -181,26 +198,26 @@ class ModelRunner:
         known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
         # Those whose tokens only the device knows come first of all.
         grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
-        tells = any(self._tells_prompt(grant) for grant in grants)
+        tells = any(starmap(tells_prompt, self._requests(grants)))
         launched, hidden_TD = drafted.launch(plan, grants, known, hidden=tells)
-        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
         return launched
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
-        beside, most = None, self.experts.most_rows_of_a_graph
-        if self.drafted is not None:
-            beside = self.drafted.capture(progress, most)
-        self.prompt_graphs = Graphs(
-            self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-            prompt_sizes(most(self.max_num_batched_tokens)), progress,
-            name="graphs of steps with prompts", beside=beside,
-        )  # fmt: skip
-        self.graphs = Graphs(
-            self.decode, lambda count: self._send((count,) * 3, [], []),
-            graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
-        )  # fmt: skip
+        most = self.experts.most_rows_of_a_graph
+        with batch_invariance(self.batch_invariant):
+            beside = None if self.drafted is None else self.drafted.capture(progress, most)
+            self.prompt_graphs = Graphs(
+                self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
+                prompt_sizes(most(self.max_num_batched_tokens)), progress,
+                name="graphs of steps with prompts", beside=beside,
+            )  # fmt: skip
+            self.graphs = Graphs(
+                self.decode, lambda count: self._send((count,) * 3, [], []),
+                graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
+            )  # fmt: skip
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
@@ -253,7 +270,7 @@ class ModelRunner:
         """Whether a graph can hold a plan for sequences that are here, if it is large enough."""
         if self.graphs is None or plan.admissions or not plan.is_plain:
             return False
-        if any(self._tells_prompt(grant) for grant in plan.grants):
+        if not self._fits_a_graph(plan.grants):
             return False
         return all(self.sampler.rules[one.slot].on_device for one in plan.grants if one.samples)
 
@@ -269,7 +286,7 @@ class ModelRunner:
         decodes, rows = plan.decodes, None
         if plan.together is not None:
             decodes, rows = plan.together.decodes, plan.together.graph
-        elif not any(self._tells_prompt(grant) for grant in grants):
+        elif self._fits_a_graph(grants):
             rows = self.graph_size(plan.num_tokens, decodes=decodes)
         graphs = self.graphs if decodes else self.prompt_graphs
         if graphs is None or rows is None:
@@ -278,15 +295,19 @@ class ModelRunner:
         self._send(size, grants, sampling)
         return lambda: graphs.replay(rows)
 
+    def _fits_a_graph(self, grants: list[Grant]) -> bool:
+        """Whether a graph that is large enough would do, and be of use."""
+        if any(starmap(tells_prompt, self._requests(grants))):
+            return False
+        prompts = prompts_of(grants, sum(grant.num_tokens for grant in grants))
+        return not gains_nothing_by_a_graph(prompts, self.storage)
+
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
         return rows, self.tables.nobody + 1, self.tables.nobody
 
-    def _tells_prompt(self, grant: Grant) -> bool:
-        """Whether a grant's rows are asked for log-probabilities of the prompt."""
-        request = self.slots[grant.slot].request
-        wanted = request.params.prompt_logprobs is not None
-        return wanted and grant.start < len(request.prompt_token_ids)
+    def _requests(self, grants: list[Grant]) -> list[tuple[Grant, Request]]:
+        return [(grant, self.slots[grant.slot].request) for grant in grants]
 
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
@@ -341,7 +362,8 @@ class ModelRunner:
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
-        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds))
+        prompts = prompts_of(grants, len(tensors.tokens_T))
+        return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
 
     def _draw(self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
         """Each row's token, kept as the last of its slot, and its best logit."""
@@ -352,38 +374,24 @@ class ModelRunner:
         return Judged(token_R[:, None], best_R)
 
     def _batch(
-        self, tensors: StepTensors, *, few: int, bounds: tuple[int, int], mixed: int | None = None
+        self,
+        tensors: StepTensors,
+        *,
+        few: int,
+        bounds: tuple[int, int],
+        mixed: int | None = None,
+        prompts: tuple[Prompt, ...] = (),
     ) -> Batch:
         """Positions, and for each group of layers where keys and values are and go.
 
         The first `few` sequences have few queries, or with `mixed` those that have so many at most;
-        `bounds` are the most queries and tokens.
+        `bounds` are the most queries and tokens; of `prompts` all is known.
         """
         layouts = lay_out(
             self.tables, self.storage,
             rows_B=tensors.rows_B, seq_lens_B=tensors.seq_lens_B, starts_B=tensors.starts_B,
-            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed, kept=self.kept,
+            slots_GT=tensors.slots_GT, few=few, bounds=bounds, mixed=mixed,
+            prompts=prompts, kept=self.kept,
         )  # fmt: skip
-        paged = Paged(layouts, self.storage.group_of_layer, self.storage.caches)
+        paged = self.storage.paged(layouts)
         return Batch(tensors.positions_T, paged, self.last_tokens)
-
-    def _prompt_logprobs(
-        self, grants: list[Grant], hidden_TD: torch.Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """By slot, of the prompt tokens at start + 1 .. start + num_tokens, where asked for."""
-        reports: dict[int, list[TokenLogprobs]] = {}
-        # Of drafts fewer may have been verified; their sequences come first.
-        end = len(hidden_TD) - sum(grant.num_tokens for grant in grants)
-        for grant in grants:
-            begin, end = end, end + grant.num_tokens
-            request = self.slots[grant.slot].request
-            wanted = request.params.prompt_logprobs
-            if wanted is None:
-                continue
-            following = request.prompt_token_ids[grant.start + 1 :][: grant.num_tokens]
-            rows = reports.setdefault(grant.slot, [])
-            for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
-                ids = following[at : at + LOGIT_ROWS_AT_ONCE]
-                logits_RV = self.model.logits(hidden_TD[begin + at : begin + at + len(ids)])
-                rows += token_logprobs(logits_RV, ids, [wanted] * len(ids))
-        return reports

@@ -17,7 +17,8 @@ from limelight.ops.noise import plain_uniform
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW, sample
 from limelight.runner.grammar import Guide, Masks
-from limelight.types import Request, TokenLogprobs
+from limelight.runner.logprobs import NOT_FINITE, as_told, is_finite, reports, tempered
+from limelight.types import LogprobsMode, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
@@ -73,7 +74,12 @@ class Rules:
     @property
     def on_device(self) -> bool:
         """Whether the model's logits alone decide, so that the device can choose by itself."""
-        return self.stateless and self.request.params.logprobs is None
+        return self.stateless and not self.reports
+
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities are told with its tokens."""
+        return self.request.params.logprobs is not None
 
     @property
     def truncated(self) -> bool:
@@ -178,7 +184,9 @@ class Sampler:
         device: torch.device,
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
         chooses: bool = True,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ):
+        self.logprobs_mode = logprobs_mode
         self.vocab_size, self.device, self.chooses = vocab_size, device, chooses
         self.eos_token_ids, self.grammars = eos_token_ids, grammars
         self.rules: dict[int, Rules] = {}
@@ -234,7 +242,9 @@ class Sampler:
         cuts = self.cuts(rules)
         chosen = sample(processed_RV, temperature_R, self.numbers(numbers), cuts=cuts)
         token_ids, best_R = (x.tolist() for x in chosen)
-        logprobs = self._logprobs(logits_RV, rules, token_ids)
+        asked = {r: rule for r, rule in enumerate(rules) if rule.reports}
+        told = self.logprobs(logits_RV, processed_RV, asked, [token_ids[r] for r in asked])
+        logprobs = dict(zip(asked, told, strict=True))
         return [
             self.settle(rule, best, token_id, logprobs.get(r))
             for r, (rule, best, token_id) in enumerate(zip(rules, best_R, token_ids, strict=True))
@@ -246,6 +256,8 @@ class Sampler:
         """What comes of the token that was chosen where the largest logit is `best`."""
         if best != best:
             return Run([], error=NOT_NUMBERS)
+        if logprobs is not None and not is_finite(logprobs):
+            return Run([], error=NOT_FINITE)
         guide = rule.guide
         if best == float("-inf"):
             if guide is not None and guide.is_whole:
@@ -298,33 +310,21 @@ class Sampler:
         """FP32, on the device."""
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
-    def _logprobs(
-        self, logits_RV: torch.Tensor, rules: list[Rules], token_ids: list[int]
-    ) -> dict[int, TokenLogprobs]:
-        asked = {r: rule.request.params.logprobs for r, rule in enumerate(rules)}
-        rows = {r: count for r, count in asked.items() if count is not None}
-        if not rows:
-            return {}
-        chosen = [token_ids[r] for r in rows]
-        reports = token_logprobs(logits_RV[list(rows)], chosen, list(rows.values()))
-        return dict(zip(rows, reports, strict=True))
-
-
-def token_logprobs(
-    logits_RV: torch.Tensor, token_ids: list[int], counts: list[int]
-) -> list[TokenLogprobs]:
-    """Log-probability and rank of one token a row, and of the `counts[r]` likeliest (-1: all)."""
-    vocab_size = logits_RV.shape[1]
-    wanted = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
-    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    chosen_R1 = logprobs_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device)[:, None])
-    ranks = (logprobs_RV > chosen_R1).sum(dim=-1).add_(1).tolist()
-    top = logprobs_RV.topk(max(wanted), dim=-1)
-    rows = zip(
-        token_ids, chosen_R1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(),
-        wanted, strict=True,
-    )  # fmt: skip
-    return [
-        TokenLogprobs(token_id, logprob, rank, list(zip(ids[:count], values[:count], strict=True)))
-        for token_id, logprob, rank, ids, values, count in rows
-    ]
+    def logprobs(
+        self,
+        logits_RV: torch.Tensor,
+        processed_RV: torch.Tensor,
+        rules: Mapping[int, Rules],
+        token_ids: list[int],
+    ) -> list[TokenLogprobs]:
+        """What is told with the tokens that came of the rows in `rules`, in its order."""
+        if not rules:
+            return []
+        rows, each = list(rules), list(rules.values())
+        if self.logprobs_mode.startswith("raw"):
+            values_XV = logits_RV[rows]
+        else:
+            warmth_X = self.numbers([rule.request.params.temperature for rule in each])
+            values_XV = tempered(processed_RV[rows], warmth_X, token_ids, self.cuts(each))
+        counts = [rule.request.params.logprobs or 0 for rule in each]
+        return reports(as_told(values_XV, self.logprobs_mode), token_ids, counts)

@@ -16,7 +16,8 @@ from limelight.ops.verify import (
     verify_by_odds,
     verify_greedy,
 )
-from limelight.runner.sampler import Rules, Run, Sampler, token_logprobs
+from limelight.runner.logprobs import NOT_FINITE, is_finite
+from limelight.runner.sampler import Rules, Run, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Verifier:
             )
             for offer, count, tokens, accepted, best in rows
         }
-        self._report(logits_RV, offers, runs)
+        self._report(logits_RV, processed_RV, tries, offers, runs)
         return runs
 
     def _tries(self, offer: Offer) -> tuple[list[Rules], int, int]:
@@ -146,20 +147,27 @@ class Verifier:
         found.verified = run.verified
         return found
 
-    def _report(self, logits_RV: torch.Tensor, offers: list[Offer], runs: dict[int, Run]) -> None:
+    def _report(
+        self,
+        logits_RV: torch.Tensor,
+        processed_RV: torch.Tensor,
+        tries: list[Rules],
+        offers: list[Offer],
+        runs: dict[int, Run],
+    ) -> None:
         """Log-probabilities of the tokens of those who asked for them."""
-        rows, chosen, counts, owners = [], [], [], []
+        asked: dict[int, Rules] = {}
+        chosen, owners = [], []
         for offer in offers:
-            wanted = self.sampler.rules[offer.slot].request.params.logprobs
-            if wanted is None:
+            if not self.sampler.rules[offer.slot].reports:
                 continue
-            for i, token_id in enumerate(runs[offer.slot].token_ids):
-                rows.append(offer.first + i)
+            for row, token_id in enumerate(runs[offer.slot].token_ids, offer.first):
+                asked[row] = tries[row]
                 chosen.append(token_id)
-                counts.append(wanted)
-                owners.append(offer.slot)
-        if rows:
-            for slot, report in zip(
-                owners, token_logprobs(logits_RV[rows], chosen, counts), strict=True
-            ):
-                runs[slot].logprobs.append(report)
+                owners.append(runs[offer.slot])
+        told = self.sampler.logprobs(logits_RV, processed_RV, asked, chosen)
+        for run, report in zip(owners, told, strict=True):
+            if run.error is None and not is_finite(report):
+                run.error, run.token_ids = NOT_FINITE, run.token_ids[: len(run.logprobs)]
+            if run.error is None:
+                run.logprobs.append(report)

@@ -8,6 +8,7 @@ from uuid import uuid4
 import msgspec
 
 from limelight.engine.front import Delta
+from limelight.rl.routing import array, npy
 from limelight.server.http import Refused
 from limelight.server.logprobs import (
     CompletionLogprobs,
@@ -43,6 +44,7 @@ class Piece:
     prompt_logprobs: list[dict[str, object] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
 
 
 def together(pieces: list[Piece]) -> Piece:
@@ -55,6 +57,7 @@ def together(pieces: list[Piece]) -> Piece:
         prompt_logprobs=next(filter(None, (piece.prompt_logprobs for piece in pieces)), None),
         finish_reason=pieces[-1].finish_reason,
         stop_reason=pieces[-1].stop_reason,
+        routed_experts=pieces[-1].routed_experts,
     )
     for piece in pieces:
         whole.logprobs = joined(whole.logprobs, piece.logprobs)
@@ -134,11 +137,12 @@ class Answer:
         *,
         tell_cached: bool,
         reasoning_names: tuple[str, ...],
+        tell_routed: bool = False,
     ):
         self.question = question
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.tell_cached = tell_cached
+        self.tell_cached, self.tell_routed = tell_cached, tell_routed
         self.reasoning_names = reasoning_names
         params = question.params
         self.names = TokenNames(
@@ -162,6 +166,8 @@ class Answer:
         question = self.question
         self.num_cached[index] = max(self.num_cached[index], delta.num_cached)
         piece = Piece(finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        if delta.routed_experts is not None:
+            piece.routed_experts = npy(array(delta.routed_experts))
         if question.echo and not self.begun[index]:
             piece.text = self._echoed(index)
             piece.logprobs = self._echoed_logprobs(index, delta)
@@ -249,9 +255,13 @@ class Answer:
         choice["finish_reason"] = piece.finish_reason
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
+            choice |= self._routed_told(piece)
         if self.question.shared.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice
+
+    def _routed_told(self, piece: Piece) -> dict[str, object]:
+        return {"routed_experts": piece.routed_experts} if self.tell_routed else {}
 
     def _news(self, piece: Piece) -> dict[str, object]:
         news: dict[str, object] = {}
@@ -313,6 +323,7 @@ class Answer:
         choice["logprobs"] = piece.logprobs
         choice["finish_reason"] = piece.finish_reason
         choice["stop_reason"] = piece.stop_reason
+        choice |= self._routed_told(piece)
         if self.question.shared.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice

@@ -83,6 +83,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     request_id: str | None = None

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 from limelight.engine.client import Served
 from limelight.engine.front import Choice, Delta
@@ -165,14 +166,26 @@ class Generation:
             )
             if delta.finish_reason == "error":
                 raise _failed(request, delta)
+            reason = delta.finish_reason
+            by_text = reason is not None and output.finish_reason is None
+            if by_text and self.client.info.returns_routed_experts:
+                delta = await self._settled(choice, delta, outputs)
             self._news.put_nowait((index, delta))
             has_called |= any(piece.ends for piece in delta.calls)
-            reason = delta.finish_reason
-            if reason is not None and output.finish_reason is None:
+            if by_text:
                 break
         assert reason is not None, f"{request.id}: the stream ended without a reason"
         self._note_calls(has_called)
         return reason
+
+    async def _settled(self, choice: Choice, delta: Delta, outputs: AsyncIterator[Output]) -> Delta:
+        """The last delta of a choice that a stop text has ended, with the rows of its routing,
+        which the engine tells as it ends the sequence."""
+        self.client.abort(choice.request.id)
+        async for output in outputs:
+            if output.finish_reason is not None:
+                delta = replace(delta, routed_experts=choice.settle(output))
+        return delta
 
     def _note_calls(self, has_called: bool):
         """Count a choice that was read for calls."""

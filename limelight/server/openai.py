@@ -34,7 +34,7 @@ SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "n", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words",
     "allowed_token_ids", "logit_bias", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens",
+    "skip_special_tokens", "routed_experts_prompt_start",
 )  # fmt: skip
 
 

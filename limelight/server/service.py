@@ -194,6 +194,7 @@ class Service:
             question, prompts, self.prompts.tokenizer,
             tell_cached=self.config.enable_prompt_tokens_details,
             reasoning_names=self._reasoning_names(question),
+            tell_routed=self.client.info.returns_routed_experts,
         )  # fmt: skip
 
     def _reasoning_names(self, question: Question) -> tuple[str, ...]:

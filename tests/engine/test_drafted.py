@@ -73,8 +73,8 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_drafts", [3], ids="N{}".format)
-def test_every_parameter_counts_in_every_row(flint, drafter, overlap, num_drafts):
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_every_parameter_counts_in_every_row(flint, drafter, overlap, mode):
     """All at once, each with its neighbours' drafts in the same step."""
     asked = [
         request(text, seed=i, **({"max_tokens": 24, "logprobs": 0} | params))
@@ -82,9 +82,9 @@ def test_every_parameter_counts_in_every_row(flint, drafter, overlap, num_drafts
             zip(prompts(*range(5, 5 + len(PARAMETERS))), PARAMETERS.values(), strict=True)
         )
     ]
-    engine = start_drafted(flint, drafter, num_drafts=num_drafts)
+    engine = start_drafted(flint, drafter, num_drafts=3, logprobs_mode=mode)
     engine.overlap = overlap
-    compare(engine, start(flint), asked)
+    compare(engine, start(flint, logprobs_mode=mode), asked)
 
 
 def test_the_device_draws_with_cut_offs_as_the_host_does(flint, drafter, overlap):

@@ -18,11 +18,11 @@ from limelight.engine import ranks
 from limelight.engine.client import EngineClient, EngineDead
 from limelight.engine.startup import plan_memory, resolve
 from limelight.parallel.group import open_store
-from limelight.types import DeviceLost
+from limelight.types import DeviceLost, RoutedExperts
 
 NEAR = 1e-4
 SECONDS_TO_NOTICE = 10.0
-BYTES_PER_HEAD = 230_000
+BYTES_PER_HEAD, BYTES_OF_ROUTING = 230_000, 25_088
 # What 2, 3 and 4 ranks can divide, and a vocabulary that none of them can.
 WIDTHS = {"intermediate_size": 96, "moe_intermediate_size": 48}
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
@@ -60,7 +60,8 @@ def answers_of(folder: Path, size: int, kv_heads: int, *, tokens: int = 60) -> t
     """Of the workload, and then of some that begin as others did."""
     engine = start(
         folder, tensor_parallel_size=size, max_num_batched_tokens=50, max_model_len=200,
-        kv_cache_memory_bytes=BYTES_PER_HEAD * max(1, kv_heads // size),
+        kv_cache_memory_bytes=BYTES_PER_HEAD * max(1, kv_heads // size) + BYTES_OF_ROUTING,
+        enable_return_routed_experts=True,
     )  # fmt: skip
     engine.overlap = size == 2
     try:
@@ -83,6 +84,14 @@ def assert_near(answers: list, expected: list) -> None:
         wanted = [*want.logprobs[:count], *(want.prompt_logprobs or [])[1:]]
         for got, told in zip(reports, wanted, strict=True):
             assert abs(got.logprob - told.logprob) < NEAR
+        assert_same_experts(answer.last.routed_experts, want.last.routed_experts)
+
+
+def assert_same_experts(got: RoutedExperts | None, want: RoutedExperts | None) -> None:
+    """As far as the answers go; None where experts are not returned."""
+    assert (got is None) == (want is None)
+    if got is not None and want is not None:
+        assert got.shape[0] > 0 and got == want.first(got.shape[0])
 
 
 @pytest.mark.parametrize(

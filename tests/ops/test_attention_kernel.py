@@ -9,10 +9,10 @@ import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
 
-from limelight.ops import decode, prefill, rope
+from limelight.ops import decode, far, prefill, rope
 from limelight.ops.activation import output_gate
 from limelight.ops.attention import gate_of, paged_attention
-from limelight.ops.paging import FEW_QUERIES, FP8, LayerCache, PagedLayout
+from limelight.ops.paging import FEW_QUERIES, FP8, LayerCache, PagedLayout, Prompt
 from limelight.ops.rope import Heads, Rotation
 
 EPS, SCALE = 1e-6, 0.3
@@ -103,16 +103,17 @@ def by_the_equation(q_QHC, k_LKC, v_LKC, *, window, sinks_H):
 def cache_of(slots, kv_heads, size, dtype, device, *, fp8):
     """A cache that holds NaN. Scales of FP8 are such that some values are beyond its reach."""
     most = 1 + max((int(s.max()) for s in slots if len(s)), default=0)
-    pairs = torch.full((2, kv_heads, most + 16, size), float("nan"), device=device)
+    room = (most // 16 + 2) * 16
+    pairs = torch.full((2, kv_heads, room, size), float("nan"), device=device)
     scales_2 = torch.tensor([0.013, 0.004], device=device) if fp8 else None
     return LayerCache(pairs.to(FP8 if fp8 else dtype), scales_2)
 
 
-def check(batch, shape, place, *, window, family, block_size=16, fp8=False, mixed=None):
+def check(batch, shape, place, *, window, family, block_size=16, fp8=False, **known):
     (device, dtype), (heads, kv_heads, size) = place, shape
     torch.manual_seed(0)
     layout, slots, counts = layout_of(batch, block_size=block_size, window=window, device=device)
-    layout = replace(layout, mixed=mixed)
+    layout = replace(layout, **known)
     tokens, gates = sum(counts), heads if family == "Beam" else 0
     qkv_TN = torch.randn(tokens, (heads + 2 * kv_heads + gates) * size, device=device).to(dtype)
     weight_2C = (1 + 0.2 * torch.randn(2, size, device=device)).to(dtype)
@@ -208,6 +209,34 @@ def test_the_device_tells_who_has_few_queries(name, mixed, window, family, place
     check(MIXED[name], SHAPES[family], place, window=window, family=family, mixed=mixed)
 
 
+def prompts_of(batch):
+    """All that the host may know."""
+    starts = np.cumsum([0, *(new for _, new in batch)])
+    return tuple(Prompt(b, int(starts[b]), new, past) for b, (past, new) in enumerate(batch))
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("past", [0, 31, 64, 130])
+def test_whole_pieces_of_a_prompts_keys_are_seen_first(past, family, place, monkeypatch):
+    """The rest, of keys and of queries, goes on from there; so does no other sequence."""
+    monkeypatch.setattr(far, "PIECE", 32)
+    monkeypatch.setattr(far, "QUERIES", 16)
+    monkeypatch.setattr(far, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(prefill, "FULL", {2**31: prefill.Tile(32, 16, 4, 3)})
+    batch = [(40, 1), (20, 18), (past, 37)]
+    prompts = prompts_of(batch)[1:]
+    check(batch, SHAPES[family], place, window=None, family=family, prompts=prompts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", REAL)
+@pytest.mark.parametrize("batch", [[(0, 4500)], [(100, 1), (8192, 1024)], [(16_400, 2100)]])
+def test_pieces_of_real_sizes(batch, family):
+    place, prompts = ("cuda", torch.bfloat16), prompts_of(batch)[-1:]
+    check(batch, REAL[family], place, window=None, family=family, prompts=prompts)
+
+
 @places
 @pytest.mark.parametrize("block_size, window", [(1, 1), (3, 32), (5, 33)])
 def test_windows_and_blocks_of_odd_sizes(block_size, window, place, small_tiles):
@@ -273,7 +302,7 @@ def test_real_sizes_in_any_order(window, mixed, family):
 
 
 def compile_cases() -> list[Case]:
-    def attend(family, tokens, few, window, max_query=1, fp8=False, mixed=None):
+    def attend(family, tokens, few, window, max_query=1, fp8=False, **known):
         heads, kv_heads, size = REAL[family]
         beam = family == "Beam"
         row = (heads * (2 if beam else 1) + 2 * kv_heads) * size
@@ -283,7 +312,7 @@ def compile_cases() -> list[Case]:
         layout = PagedLayout(
             tables_SN=meta(256, 16_384, dtype=torch.int32), rows_B=rows_B, seq_lens_B=rows_B,
             starts_B=starts_B, slots_T=meta(tokens, dtype=torch.int64), block_size=16,
-            window=window, few=few, max_query=max_query, max_len=262_144, mixed=mixed,
+            window=window, few=few, max_query=max_query, max_len=262_144, **known,
         )  # fmt: skip
         pairs = meta(2, kv_heads, 4096, size, dtype=FP8 if fp8 else torch.bfloat16)
         cache = LayerCache(pairs, meta(2, dtype=torch.float32) if fp8 else None)
@@ -297,19 +326,23 @@ def compile_cases() -> list[Case]:
 
     cases = []
     for family, window in (("Flint", 513), ("Beam", 512)):
-        for name, args, few_queries in (
+        for name, (tokens, few), few_queries in (
             ("decode 1", (1, 1), True),
             ("decode 32", (32, 32), True),
             ("decode 128", (128, 128), True),
             ("8 drafts", (9, 1), True),
             ("prefill", (4096, 0), False),
             ("mixed", (1024, 129), False),
+            ("far", (4096, 0), False),
         ):
-            tokens, few = args
             most = 9 if name == "8 drafts" else 1 if few_queries else tokens
-            mixed = 8 if name == "mixed" else None
+            known = {
+                "mixed": {"mixed": 8},
+                "far": {"prompts": (Prompt(0, 0, 4096, 3 * far.PIECE + 5),)},
+            }.get(name, {})
             for seen, fp8 in itertools.product((None, window), (False, True)):
-                call = lambda a=(family, tokens, few, seen, most, fp8, mixed): attend(*a)  # noqa: E731
+                args = (family, tokens, few, seen, most, fp8)
+                call = lambda a=args, k=known: attend(*a, **k)  # noqa: E731
                 kind = ("full" if seen is None else "window") + (" FP8" if fp8 else "")
                 cases.append(Case(f"{family} {kind} {name}", call, decode=few_queries))
     return cases

@@ -5,7 +5,7 @@ import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
 
-from limelight.ops.router import norm_route, route
+from limelight.ops.router import Routed, norm_route, route
 
 EPS = 1e-6
 # Rows, channels, experts, chosen, groups, groups kept.
@@ -40,6 +40,16 @@ def compile_cases() -> list[Case]:
         )
         y, router = meta(rows, 5120), meta(256, 5120, dtype=torch.float32)
         bias = meta(256, dtype=torch.float32)
+        kept = Routed(meta(8, 49, 8, dtype=torch.uint8)[:, 3], meta(rows, dtype=torch.int64))
+        cases.append(
+            Case(
+                f"route T{rows}, kept",
+                lambda a=(y, router, bias), kept=kept: route.kernel(
+                    *a, count=8, groups=8, kept_groups=4, routed=kept
+                ),
+                decode=rows < 1000,
+            )
+        )
         cases.append(
             Case(
                 f"route T{rows}",
@@ -101,6 +111,37 @@ def test_norm_route_adds_norms_and_chooses(case, place):
 @pytest.mark.parametrize("case", SIZES, ids=IDS)
 def test_route_keeps_to_the_best_groups(case, place):
     check_route(case, place)
+
+
+def check_kept(case, place):
+    """The ids that the experts get, in the slots of their tokens and nowhere else."""
+    rows, _, experts, count, groups, kept_groups = case
+    h, x, norm, router, bias = tensors(case, place)
+    dtype = torch.uint8 if experts <= 256 else torch.int16
+    for one, slots in ((norm_route, [*range(2 * rows, 0, -2)]), (route, [*range(1, rows), -1])):
+        kept_SLN = torch.full((2 * rows + 2, 3, count), 99, dtype=dtype, device=h.device)
+        expected = kept_SLN.clone()
+        slots_T = torch.tensor(slots, device=h.device)
+        routed = Routed(kept_SLN[:, 1], slots_T)
+        if one is route:
+            options = {"groups": groups, "kept_groups": kept_groups}
+            *_, ids = route.kernel(x, router, bias, count=count, routed=routed, **options)
+        else:
+            *_, ids = norm_route.kernel(h, x, norm, router, eps=EPS, count=count, routed=routed)
+        expected[slots_T[slots_T >= 0], 1] = ids[slots_T >= 0].to(dtype)
+        assert torch.equal(kept_SLN, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", SIZES, ids=IDS)
+def test_ids_are_kept_in_the_slots_of_their_tokens(case, place):
+    check_kept(case, place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MODELS, ids=IDS)
+def test_ids_of_the_models_are_kept(case):
+    check_kept(case, GPU)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from limelight.ops.noise import plain_uniform
-from limelight.runner.sampler import Sampler, token_logprobs
+from limelight.runner.logprobs import token_logprobs
+from limelight.runner.sampler import Sampler
 from limelight.types import Request, SamplingParams
 
 VOCAB, EOS = 11, 10

@@ -21,7 +21,7 @@ from limelight.stats import EngineStats, ModelInfo
 from limelight.text.answer_form import Asked
 from limelight.text.demand import Demand
 from limelight.text.parsers import CallPiece, Said
-from limelight.types import Constraint, Output, Reasoning, Request, TokenLogprobs
+from limelight.types import Constraint, Output, Reasoning, Request, RoutedExperts, TokenLogprobs
 
 MODEL = "tiny"
 END = 256
@@ -78,10 +78,12 @@ class FakeEngine:
     error: str | None = None
     refused: str | None = None
     max_model_len: int = 100
+    routed: bool = False  # row i of the experts that it tells is filled with i
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     speaking: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
+    told_to_end: set[str] = field(default_factory=set)
     closed: bool = False
     stats: tuple[EngineStats, ...] = (
         EngineStats(running=3, waiting=2, cache_usage=0.25, steps=7, step_tokens=9),
@@ -93,6 +95,7 @@ class FakeEngine:
         return ModelInfo(
             architecture="Tiny", vocab_size=258, max_model_len=self.max_model_len,
             eos_token_ids=[END], block_size=16, num_blocks=64, dtype="float32",
+            returns_routed_experts=self.routed,
         )  # fmt: skip
 
     @property
@@ -110,7 +113,7 @@ class FakeEngine:
         self.closed = True
 
     def abort(self, request_id: str):
-        self.aborted.append(request_id)
+        self.told_to_end.add(request_id)
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         self.requests.append(request)
@@ -129,6 +132,10 @@ class FakeEngine:
                 finished = bool(reason or self.error or self.refused)
                 yield self._output(request, step, token_id, reason)
                 if finished:
+                    return
+                if request.id in self.told_to_end:
+                    finished = True
+                    yield self._aborted(request, step)
                     return
         finally:
             self.running.discard(request.id)
@@ -156,6 +163,24 @@ class FakeEngine:
             refused=self.refused,
             num_cached=min(5, len(request.prompt_token_ids) - 1),
             queued_seconds=0.001,
+            routed_experts=self._routed(request, step) if reason else None,
+        )
+
+    def _aborted(self, request: Request, step: int) -> Output:
+        # The engine has gone on for a token meanwhile.
+        return Output(
+            request_id=request.id, token_ids=[], finish_reason="abort",
+            routed_experts=self._routed(request, step + 1),
+        )  # fmt: skip
+
+    def _routed(self, request: Request, made: int) -> RoutedExperts | None:
+        first = request.params.routed_experts_prompt_start or 0
+        rows = range(first, len(request.prompt_token_ids) + made - 1)
+        data = b"".join(bytes([i] * 6) for i in rows)
+        return (
+            RoutedExperts(data=data, shape=(len(rows), 3, 2), dtype="uint8")
+            if self.routed
+            else None
         )
 
 
