@@ -3,7 +3,7 @@
 import torch
 
 from limelight.models.loader import Model
-from limelight.runner.sampler import token_logprobs
+from limelight.runner.logprobs import token_logprobs
 from limelight.steps import Grant
 from limelight.types import Request, TokenLogprobs
 

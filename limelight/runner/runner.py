@@ -36,6 +36,7 @@ from limelight.runner.inputs import (
     prompts_of,
 )
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
+from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request
