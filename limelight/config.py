@@ -19,6 +19,11 @@ DEFAULT_MODEL = "flint-nano"
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
     "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
+    "admin_api_key": ("LIMELIGHT_ADMIN_API_KEY",),
+    "enable_rl": ("LIMELIGHT_ENABLE_RL", "VLLM_SERVER_DEV_MODE"),
+    "enable_pickled_ipc_handles": (
+        "LIMELIGHT_ENABLE_PICKLED_IPC_HANDLES", "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    ),
     "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
     "beam_always_constrain_output": (
         "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
@@ -36,6 +41,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "enable_in_reasoning": (False,),
 }
 PARSERS = ("glm47", "beam")
+MoeBackend = Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"]
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
 
 
@@ -85,6 +91,32 @@ def check_parsers(reasoning: str | None, calls: str | None):
             "the beam parser reads reasoning and calls together: give both "
             "--reasoning-parser beam and --tool-call-parser beam"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """How new weights come from a trainer, which may take `seconds` for each part of it."""
+
+    backend: Literal["nccl", "gloo", "ipc"] | None = None
+    seconds: float = 300.0
+
+    @classmethod
+    def of(cls, given: dict[str, object], *, pickled: bool) -> "WeightTransfer":
+        """`ValueError` for what --weight-transfer-config does not have."""
+        flag = "--weight-transfer-config"
+        for key in given:
+            if key not in ("backend", "timeout"):
+                raise ValueError(f"{flag} has no key {key!r}; it has backend, timeout (seconds)")
+        backend, seconds = given.get("backend", "nccl" if given else None), given.get("timeout")
+        if backend not in (None, "nccl", "gloo", "ipc"):
+            raise ValueError(f"{flag}: backend must be nccl, gloo or ipc; got {backend!r}")
+        if backend == "ipc" and not pickled:
+            raise ValueError(f"{flag}: backend ipc needs --enable-pickled-ipc-handles")
+        if seconds is None:
+            return cls(backend)
+        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+            raise ValueError(f"{flag}: timeout must be a number of seconds; got {seconds!r}")
+        return cls(backend, float(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +180,10 @@ class EngineConfig:
         False, "let each of the tp x dp ranks hold whole experts, instead of a part of each",
         aliases=("-ep",),
     )  # fmt: skip
-    moe_backend: Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"] = (
-        setting(
-            "auto",
-            "how rows reach experts on other ranks: all rows everywhere, which CUDA graphs can "
-            "hold, each where its experts are, or that in chunks; auto: by the number of rows",
-        )
-    )
+    moe_backend: MoeBackend = setting(
+        "auto", "how rows reach experts on other ranks: all everywhere, which CUDA graphs can hold, "
+        "each where its experts are, or that in chunks; auto: by the number of rows",
+    )  # fmt: skip
     expert_dispatch_dtype: Literal["auto", "fp8"] = setting(
         "auto", "fp8: rows travel to experts in half the bytes, with a scale for each 128 numbers"
     )
@@ -165,6 +194,12 @@ class EngineConfig:
         None, "files with recorded loads, by which experts are spread over the ranks"
     )
     num_redundant_experts: int = setting(0, "second copies of experts, of the busiest ones")
+    weight_transfer_config: dict[str, object] | None = setting(
+        None, 'JSON object that lets a trainer send new weights: {"backend": "nccl"}'
+    )
+    enable_pickled_ipc_handles: bool = setting(
+        False, "take CUDA IPC handles, by which a client chooses what memory is mapped"
+    )
     speculative_config: dict[str, object] | None = setting(
         None,
         "JSON object about drafting, in vLLM's keys; default: the drafter that is bundled with the "
@@ -190,21 +225,21 @@ class EngineConfig:
                 "batch_invariant takes at most 2 ranks: in what order more are summed depends on "
                 "how much is summed at once"
             )
-        self._check_experts()
+        WeightTransfer.of(
+            self.weight_transfer_config or {}, pickled=self.enable_pickled_ipc_handles
+        )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; "
                 f"got {self.gpu_memory_utilization}"
             )
 
-    def _check_experts(self):
-        for name, unset in (
-            ("expert_dispatch_dtype", "auto"), ("expert_load_file", None),
-            ("expert_placement", None), ("num_redundant_experts", 0),
-        ):  # fmt: skip
-            if getattr(self, name) != unset and not self.enable_expert_parallel:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} has a meaning with --enable-expert-parallel only")
+    @property
+    def weight_transfer(self) -> WeightTransfer:
+        """How new weights come, if at all."""
+        return WeightTransfer.of(
+            self.weight_transfer_config or {}, pickled=self.enable_pickled_ipc_handles
+        )
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -229,6 +264,12 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = setting(8000, "port to listen on; 0: any free one")
     api_key: list[str] | None = setting(None, "keys that a client may bring; default: no key")
+    enable_rl: bool = setting(
+        False, "let a trainer pause the engine, have it sleep, and send new weights"
+    )
+    admin_api_key: list[str] | None = setting(
+        None, "keys for what --enable-rl adds; default: as for all else"
+    )
     served_model_name: list[str] | None = setting(
         None, "names that requests may use; the first is reported; default: the model's"
     )
@@ -305,6 +346,8 @@ class ServerConfig:
             raise ValueError(f"port must be at most 65535; got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
+        if self.ray and self.enable_rl:
+            raise ValueError("--enable-rl is not supported with --ray; -dp N is")
         if not self.ray and (self.replicas > 1 or self.max_replicas is not None):
             raise ValueError("--replicas and --max-replicas need --ray; -dp N needs no Ray")
         if self.max_replicas is not None and self.max_replicas < self.replicas:

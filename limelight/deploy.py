@@ -26,8 +26,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.types import ASGIApp
 
 from limelight.config import EngineConfig, ServerConfig
-from limelight.engine.client import EngineClient, EngineDead, EngineStatus
+from limelight.engine.client import EngineClient, EngineDead, EngineStatus, OrderFailed
 from limelight.engine.router import OPEN, Beginnings, draw, pieces_of
+from limelight.orders import EngineState, Order
 from limelight.server.http import REPLICA
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request, RequestError
@@ -95,6 +96,14 @@ class Engines:
     def status(self) -> EngineStatus:
         phase = "starting" if self._info is None else "ready"
         return EngineStatus(phase, 100.0 * (phase == "ready"), True, "")
+
+    @property
+    def state(self) -> EngineState:
+        return EngineState()
+
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """None reaches the engines, which Ray starts and ends as it likes."""
+        raise OrderFailed("engines of Ray Serve take no orders", refused=True)
 
     async def start(self) -> None:
         """Wait for the first engine."""

@@ -32,6 +32,8 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--distributed-executor-backend": (1, "one process runs the model"),
     "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
     "--enable-log-requests": (0, "the texts of requests are never logged"),
+    "--enable-scale-out": (0, "the routes that it enables are always there"),
+    "--enable-sleep-mode": (0, "with --enable-rl the engine can always be put to sleep"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
     "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
     "--safetensors-load-strategy": (1, "tensors are loaded one at a time, in place"),

@@ -251,6 +251,9 @@ class Sequence:
     num_published: int = 0  # leading blocks that the prefix cache knows
     num_shared: int = 0  # leading positions that another sequence had before, cached or not
     num_preemptions: int = 0
+    # False: its keys and values are of several weights, or were to be forgotten.
+    publishes: bool = True
+    weight_version: str | None = None  # of its last token
     first_scheduled: float | None = None
 
     @property
@@ -310,6 +313,7 @@ class Output:
     `prompt_logprobs` starts with None (nothing predicts the first token) and comes once, whole.
     `stop_reason` is the stop token's id, or None for an end-of-sequence token. With finish_reason
     "error", `error` tells what failed, and `refused` instead what is wrong with the request.
+    `weight_version` is that of the weights, where it is another than that of the tokens before.
     """
 
     request_id: str
@@ -323,3 +327,4 @@ class Output:
     num_cached: int = 0
     queued_seconds: float = 0.0  # from arrival to the first grant
     routed_experts: RoutedExperts | None = None  # with the last one, where they are kept
+    weight_version: str | None = None

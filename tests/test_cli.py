@@ -183,12 +183,9 @@ def test_all_features_still_to_come_are_named_at_once(capsys):
     assert "--pipeline-parallel-size, --enable-lora are not supported yet" in line
 
 
-def test_experts_are_shared_by_vllms_flag_and_what_belongs_to_it_needs_it():
+def test_experts_are_shared_by_vllms_flag():
     given = engine("-ep", "--expert-placement", "a.json", "b.json", "--num-redundant-experts", "4")
     assert given.enable_expert_parallel and given.expert_placement == ["a.json", "b.json"]
-    for flag in (["--num-redundant-experts", "1"], ["--expert-dispatch-dtype", "fp8"]):
-        with pytest.raises(ValueError, match=f"{flag[0]} has a meaning with --enable-expert"):
-            engine(*flag)
 
 
 def test_a_way_to_the_experts_that_is_another_engines_stands_for_the_default():

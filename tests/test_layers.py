@@ -12,6 +12,7 @@ LEVELS = [
         "config",
         "types",
         "metrics",
+        "orders",
         "checkpoint",
         "progress",
         "speculative",

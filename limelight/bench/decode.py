@@ -4,11 +4,16 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.bench.workload import Steps
+
+if TYPE_CHECKING:
+    from limelight.config import EngineConfig
+    from limelight.engine.startup import Started
 
 # The first steps after a prefill still warm caches and clocks; they are not counted.
 DROPPED_STEPS = 8
@@ -39,7 +44,14 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for each batch, context and contestant."""
     if args.compare and getattr(args, "load_format", "auto") == "dummy":
         raise ValueError("--compare needs real weights; leave out --load-format dummy")
-    started, config = workload.open_engine(args)
+    started, config = workload.open_engine(args, alone=args.breakdown)
+    with closing(started.engine):
+        return _rows(args, started, config)
+
+
+def _rows(
+    args: argparse.Namespace, started: "Started", config: "EngineConfig"
+) -> list[dict[str, object]]:
     engine, info = started.engine, started.info
     contestants = {"limelight": lambda prompts: time_decode(
         engine, prompts, num_steps=args.num_tokens, max_model_len=info.max_model_len
@@ -59,7 +71,8 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
                 rng, batch=batch, context=context, vocab=info.vocab_size
             )
             found = compare(contestants, prompts, rounds=args.rounds)
-            if started.on_gpu:
+            # The other ranks take no part in what looks into this one.
+            if started.on_gpu and config.tensor_parallel_size == 1:
                 from limelight.bench import floor
 
                 found[0] |= floor.figures(started, prompts, found[0]["step_ms"])

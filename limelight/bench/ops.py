@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for each batch, context and operation."""
-    started, config = workload.open_engine(args)
+    started, config = workload.open_engine(args, alone=True)
     if not started.on_gpu:
         raise ValueError("bench ops times kernels, which need a GPU; a CPU runs the references")
     rng = random.Random(args.prompt_seed)

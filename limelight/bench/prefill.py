@@ -3,9 +3,15 @@
 import argparse
 import random
 import time
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.bench.workload import Steps
+
+if TYPE_CHECKING:
+    from limelight.config import EngineConfig
+    from limelight.engine.startup import Started
 
 
 def add_flags(parser: argparse.ArgumentParser):
@@ -21,11 +27,18 @@ def add_flags(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """A row for each batch and context."""
+    started, config = workload.open_engine(args, alone=args.breakdown)
+    with closing(started.engine):
+        return _rows(args, started, config)
+
+
+def _rows(
+    args: argparse.Namespace, started: "Started", config: "EngineConfig"
+) -> list[dict[str, object]]:
     from limelight.bench.record import spread
 
     rng = random.Random(args.prompt_seed)
     rows = []
-    started, config = workload.open_engine(args)
     label = workload.labels(args, config, started.info.dtype, started.plan.kinds)
     for context in args.context:
         for batch in args.batch:

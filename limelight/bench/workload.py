@@ -39,15 +39,21 @@ def add_slice_flag(parser: argparse.ArgumentParser):
     )  # fmt: skip
 
 
-def open_engine(args: argparse.Namespace) -> "tuple[Started, EngineConfig]":
-    """The engine in process, with room for the largest batch and without prefix caching."""
+def open_engine(args: argparse.Namespace, *, alone: bool = False) -> "tuple[Started, EngineConfig]":
+    """The engine in process, with room for the largest batch and without prefix caching.
+
+    With `alone`, what is measured needs the whole model in this process.
+    """
     config = config_from(
         args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.batch),
         speculative_config=NO_DRAFTS,
     )  # fmt: skip
     if config.speculative is not None:
         raise ValueError("steps are timed without drafts here; limelight bench spec has them")
-    check_alone(config)
+    if alone:
+        check_alone(config)
+    if config.tensor_parallel_size > 1 and args.tensor_parallel_slice > 1:
+        raise ValueError("-tp N runs all ranks, --tensor-parallel-slice N one of them: choose one")
     from limelight.engine.startup import start_engine
     from limelight.parallel.mesh import Mesh
     from limelight.progress import Progress
@@ -60,8 +66,8 @@ def check_alone(config: EngineConfig) -> None:
     """Refuse more ranks than this process."""
     if config.tensor_parallel_size > 1:
         raise ValueError(
-            "bench runs one process: --tensor-parallel-slice N times one rank's share, and "
-            "limelight bench serve a server with -tp N"
+            "this looks into one process: --tensor-parallel-slice N takes one rank's share; "
+            "limelight bench decode, prefill and serve time all ranks of -tp N"
         )
 
 
@@ -74,7 +80,10 @@ def labels(
     slice_of = args.tensor_parallel_slice
     packed = any("nvfp4" in kind.format for kind in kinds)
     weights = "nvfp4" if packed else SHORT[dtype]
-    return {"model": model, "weights": weights, "kv": SHORT[kv], "slice": slice_of}
+    ranks = config.tensor_parallel_size
+    return {"model": model, "weights": weights, "kv": SHORT[kv], "slice": slice_of} | (
+        {"ranks": ranks} if ranks > 1 else {}
+    )
 
 
 def random_prompts(rng: random.Random, *, batch: int, context: int, vocab: int) -> list[list[int]]:

@@ -16,20 +16,21 @@ Key = tuple[int, bytes]  # (layer group, chained hash)
 class ChainHash:
     """Keyed hashes of full blocks, each over its parent's hash and its own token ids.
 
-    `root` names what the keys and values depend on beside the tokens: model, adapter, version of
-    the weights. Without `seed` the key is random, so no one can aim at another's blocks.
+    `root` names what the keys and values depend on beside the tokens, and `version` counts the
+    weights. Without `seed` the key is random, so no one can aim at another's blocks.
     """
 
     def __init__(self, *, block_size: int, root: bytes, seed: str | None):
         secret = os.urandom(32) if seed is None else blake2b(seed.encode(), digest_size=32).digest()
         self._keyed = blake2b(digest_size=16, key=secret)
-        self._root = root
+        self._root, self.version = root, 0
         self._tokens = struct.Struct(f"<{block_size}i")
 
     def first_parent(self, salt: str) -> bytes:
         """The parent of a sequence's first block; sequences of different salts share nothing."""
         # JSON may carry lone surrogates, and a salt must not be able to raise here.
-        return self._digest(blake2b(self._root).digest() + salt.encode(errors="surrogatepass"))
+        root = blake2b(self._root + b" %d" % self.version).digest()
+        return self._digest(root + salt.encode(errors="surrogatepass"))
 
     def next(self, parent: bytes, token_ids: list[int]) -> bytes:
         """The hash of the block that holds `token_ids` and follows `parent`."""
@@ -115,6 +116,11 @@ class BlockPool:
         if self._refs[block] == 0:
             self._warm.pop(block, None)
             self._put_first(block)
+
+    def forget_all(self):
+        """Let no block be found by any key."""
+        for key in list(self._block_of):
+            self.forget(key)
 
     def release(self, blocks: Iterable[int], *, cold: bool = False):
         """Drop one reference to each; the first of them is the first to be reused."""

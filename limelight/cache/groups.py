@@ -259,7 +259,7 @@ class CacheGroups:
     def publish(self, sequence: Sequence):
         """Let others find the blocks that are full, computed, and of known tokens."""
         known = min(sequence.num_computed, sequence.num_tokens) // self.block_size
-        if known <= sequence.num_published or not self.prefix_caching:
+        if known <= sequence.num_published or not (self.prefix_caching and sequence.publishes):
             return
         for index in range(sequence.num_published, known):
             digest = self.block_hash(sequence, index)
@@ -297,6 +297,16 @@ class CacheGroups:
         self.pool.release(block for block in by_row if block is not None)
         sequence.block_tables = []
         sequence.num_computed = 0
+        sequence.publishes = True
+
+    def renew(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Let no one find what has been computed so far, nor what `running` ones compute on it."""
+        self.pool.forget_all()
+        self._chain.version += 1
+        for sequence in running:
+            sequence.block_hashes, sequence.num_published, sequence.publishes = [], 0, False
+        for sequence in waiting:
+            sequence.block_hashes = []
 
     def retract(self, sequence: Sequence):
         """Let no one find what it has computed by itself, now or by its release."""

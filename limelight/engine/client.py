@@ -1,6 +1,7 @@
 """The engine seen from an asyncio process: the only file that knows there are two."""
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ import zmq.asyncio
 from limelight.config import EngineConfig
 from limelight.engine.peers import Circle
 from limelight.engine.process import Command, Report
+from limelight.orders import Asked, EngineState, Order, Reply
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request
 
@@ -46,6 +48,14 @@ class EngineStatus:
     detail: str
 
 
+class OrderFailed(RuntimeError):
+    """An order was not carried out; `refused` if there was something wrong with the order."""
+
+    def __init__(self, text: str, *, refused: bool):
+        super().__init__(text)
+        self.refused = refused
+
+
 class Served(Protocol):
     """What a server needs of its engine, or of all of them; `stats` are those of each."""
 
@@ -55,6 +65,9 @@ class Served(Protocol):
     def stats(self) -> Sequence[EngineStats]: ...
     @property
     def status(self) -> EngineStatus: ...
+    @property
+    def state(self) -> EngineState: ...
+    async def order(self, order: Order) -> list[dict[str, object]]: ...
     async def start(self) -> None: ...
     def submit(self, request: Request) -> AsyncGenerator[Output, None]: ...
     def abort(self, request_id: str) -> None: ...
@@ -73,13 +86,15 @@ class EngineClient:
         """`env` is what the process has in its environment beside what this one has, `circle` where
         it meets the engines that share its experts."""
         self.config, self.env, self.circle = config, env, circle
-        self.stats = EngineStats()
+        self.stats, self.state = EngineStats(), EngineState()
         self._info: ModelInfo | None = None
         self._ready = asyncio.Event()
         self._fault: str | None = None
         self._report = Report(phase="starting", percent=0.0)
         self._last_beat = time.monotonic()
         self._queues: dict[str, asyncio.Queue[Output | EngineDead]] = {}
+        self._orders: dict[int, asyncio.Future[Reply]] = {}
+        self._order_ids = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="limelight-"))
         self._context = zmq.asyncio.Context()
         # What a dead engine has not read must not hold up the end of this process.
@@ -169,6 +184,21 @@ class EngineClient:
         if self._fault is None:
             self._send(Command(abort=[request_id]))
 
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """Have an order carried out; its result. Raises `OrderFailed`, `EngineDead`."""
+        if self._fault is not None:
+            raise EngineDead(self._fault)
+        id = next(self._order_ids)
+        future = self._orders[id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Command(asked=[Asked(id, order)]))
+            reply = await future
+        finally:
+            del self._orders[id]
+        if (fault := reply.refused or reply.failed) is not None:
+            raise OrderFailed(fault, refused=reply.refused is not None)
+        return [reply.result]
+
     async def close(self) -> None:
         """End the process and everything that belongs to it."""
         self._die("the engine was closed")
@@ -199,13 +229,16 @@ class EngineClient:
                 logger.warning("ignoring a message that is not a report: %s", error)
                 continue
             self._last_beat, self._report = time.monotonic(), report
-            self.stats = report.stats or self.stats
+            self.stats, self.state = report.stats or self.stats, report.state or self.state
             if report.info is not None:
                 self._info = report.info
                 self._ready.set()
             for output in report.outputs:
                 if output.request_id in self._queues:
                     self._queues[output.request_id].put_nowait(output)
+            for reply in report.replies:
+                if reply.id in self._orders and not self._orders[reply.id].done():
+                    self._orders[reply.id].set_result(reply)
             if report.fault is not None:
                 self._die(report.fault)
 
@@ -225,6 +258,9 @@ class EngineClient:
         self._ready.set()
         for queue in self._queues.values():
             queue.put_nowait(EngineDead(fault))
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(EngineDead(fault))
 
 
 def _how(code: int) -> str:

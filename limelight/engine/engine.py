@@ -4,6 +4,7 @@ A request with a constraint waits outside the scheduler until its grammar is the
 """
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +18,8 @@ from limelight.steps import Grant, Sampled, StepPlan, StepResult
 from limelight.types import DeviceLost, FinishReason, Output, Request, Sequence, TokenLogprobs
 
 logger = logging.getLogger(__name__)
+# What `server/preparing.py` and `engine/front.py` add to the id that a client knows.
+OF_CLIENT = re.compile(r"(-[0-9a-f]{8}-[0-9]+)?(-[0-9]+)?$")
 # With nothing to do but to wait for a grammar, a step takes no longer than this.
 SECONDS_OF_WAITING = 0.005
 
@@ -119,11 +122,15 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self.steps = self.step_tokens = 0
+        self.held = False  # no step is begun; see engine/control.py
+        self.weight_version = "0"
 
     @property
     def has_work(self) -> bool:
+        """Whether a step would bring anything on."""
+        runs = self.scheduler.has_work and not self.held
         waits = self.under_way is not None or bool(self.compiling) or bool(self.late)
-        return self.scheduler.has_work or waits or self.is_called
+        return runs or waits or self.is_called
 
     @property
     def is_called(self) -> bool:
@@ -163,6 +170,14 @@ class Engine:
             return None
         return self.routing.take(sequence)
 
+    def abort_all(self, ids: list[str] | None = None) -> list[Output]:
+        """End all requests, or those of which a client has these ids; the last output of each."""
+        known = [*self.scheduler.request_ids, *self.compiling]
+        if ids is not None:
+            names = frozenset(ids)
+            known = [id for id in known if id in names or OF_CLIENT.sub("", id) in names]
+        return [output for id in known if (output := self.abort(id)) is not None]
+
     def stats(self) -> EngineStats:
         """The state after a step; who waits for a grammar waits."""
         stats = self.scheduler.stats()
@@ -199,7 +214,10 @@ class Engine:
 
     def _make_step(self) -> list[Output]:
         outputs = self._take_grammars()
-        plan = self.scheduler.schedule()
+        if self.held and not self.is_called:
+            return outputs + self.settle()
+        # Whoever is held still lends its experts.
+        plan = StepPlan() if self.held else self.scheduler.schedule()
         if self.routing is not None:
             self._follow(self.routing, plan)
         if self.drafting is not None and plan.grants:
@@ -226,12 +244,17 @@ class Engine:
         for admission in plan.admissions:
             routing.go_on(self.scheduler.running[admission.slot])
 
+    def settle(self) -> list[Output]:
+        """Wait for the step under way, if there is one; what it brought."""
+        step, self.under_way = self.under_way, None
+        return [] if step is None else self._settle_all(step)
+
     def _take_grammars(self) -> list[Output]:
         """Queue the requests whose grammars are there by now; what is told to those without."""
         outputs: list[Output] = []
         if self.grammars is None or not self.compiling:
             return outputs
-        idle = not self.scheduler.has_work and self.under_way is None
+        idle = (self.held or not self.scheduler.has_work) and self.under_way is None
         for decided in self.grammars.decided(seconds=SECONDS_OF_WAITING if idle else 0.0):
             request = decided.request
             del self.compiling[request.id]
@@ -317,6 +340,7 @@ class Engine:
         self.scheduler.settle(sequence, grant, sampled.num_accepted)
         prompt_logprobs = self.prompt_logprobs.pop(request.id, None) if first else None
         started = sequence.first_scheduled or request.arrival
+        told, sequence.weight_version = sequence.weight_version, self.weight_version
         output = Output(
             request_id=request.id,
             token_ids=sampled.token_ids[:count],
@@ -326,6 +350,7 @@ class Engine:
             stop_reason=stop_reason,
             num_cached=sequence.num_cached,
             queued_seconds=max(0.0, started - request.arrival),
+            weight_version=None if told == self.weight_version else self.weight_version,
         )
         return output if finish_reason is None else self._finish(sequence, output)
 

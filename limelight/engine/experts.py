@@ -22,6 +22,7 @@ def expert_mesh(config: EngineConfig, found: "Resolved", seat: Seat) -> ExpertMe
     """This rank's place among those that hold whole experts, before they are joined; None where
     experts are not spread. `ValueError` for what cannot be had."""
     if not config.enable_expert_parallel:
+        _check_unset(config)
         return None
     if seat.world_size == 1:
         logger.warning("--enable-expert-parallel: one rank holds all experts; -tp or -dp has more")
@@ -48,6 +49,21 @@ def joined(experts: ExpertMesh | None, mesh: Mesh) -> ExpertMesh | None:
     return None if experts is None else replace(experts, rows=mesh, group=dist.group.WORLD)
 
 
+# What has a meaning where experts are spread alone, and its value where nobody has asked for it.
+UNSET: dict[str, object] = {
+    "expert_dispatch_dtype": "auto", "expert_load_file": None, "expert_placement": None,
+    "num_redundant_experts": 0,
+}  # fmt: skip
+
+
+def _check_unset(config: EngineConfig) -> None:
+    """Refuse what would be forgotten."""
+    for name, unset in UNSET.items():
+        if getattr(config, name) != unset:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} has a meaning with --enable-expert-parallel only")
+
+
 def _backend(config: EngineConfig) -> Backend:
     """The way to the experts; with --batch-invariant one that does not depend on other rows."""
     if not config.batch_invariant:
@@ -61,7 +77,12 @@ def _backend(config: EngineConfig) -> Backend:
 
 
 def _check(config: EngineConfig, found: "Resolved", seat: Seat) -> None:
-    """Refuse what CUDA graphs cannot hold."""
+    """Refuse what cannot be had, such as what CUDA graphs cannot hold."""
+    if config.weight_transfer_config:
+        raise ValueError(
+            "--weight-transfer-config with --enable-expert-parallel is not supported yet: leave "
+            "one of them out"
+        )
     if found.device.type != "cuda" or config.enforce_eager:
         return
     if config.moe_backend.startswith("all2all"):

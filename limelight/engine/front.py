@@ -171,6 +171,7 @@ class Delta:
     error: str | None = None
     refused: str | None = None  # what is wrong with the request, as the engine found out
     routed_experts: RoutedExperts | None = None  # of the whole choice, with its last delta
+    weight_version: str | None = None  # of the weights, where it is another than before
 
 
 class Choice:
@@ -259,6 +260,7 @@ class Choice:
             error=output.error,
             refused=output.refused,
             routed_experts=self._routed(output, self.num_tokens + reading.num_tokens),
+            weight_version=output.weight_version,
         )
         self._add(delta)
         return delta

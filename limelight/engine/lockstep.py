@@ -9,6 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from limelight.engine.peers import Load, Peers
 from limelight.engine.pipes import Facts
 from limelight.engine.ranks import compare
+from limelight.orders import DeviceOrder
 from limelight.parallel.group import open_store, store_at
 from limelight.runner.runner import ModelRunner
 from limelight.steps import StepPlan, StepResult, Together
@@ -35,6 +36,16 @@ def meet(peers: Peers, facts: Facts) -> TCPStore:
         return store
     compare(others[0].facts, facts, f"engine {peers.circle.rank}")
     return store_at(others[0].port)
+
+
+class FixedDevices:
+    """Stands for devices whose memory and weights stay as they are."""
+
+    def carry_out(self, order: DeviceOrder) -> dict[str, object]:
+        raise ValueError(
+            f"{type(order).__name__}: memory and weights stay as they are with "
+            f"--enable-expert-parallel, for other ranks need this one's experts"
+        )
 
 
 class JoinedRunner:

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from limelight.config import EngineConfig
+from limelight.orders import DeviceOrder
 from limelight.parallel.seat import Seat
+from limelight.steps import StepPlan
 
 LENGTH = 8
 Kind = TypeVar("Kind")
@@ -34,9 +36,17 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The second message to a rank; those after it are plans."""
+    """The second message to a rank; those after it are of the kind `Told`."""
 
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """To a rank: a step to make, or what to do with its device."""
+
+    plan: StepPlan | None = None
+    order: DeviceOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)

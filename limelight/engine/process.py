@@ -21,6 +21,7 @@ import zmq
 
 from limelight.config import EngineConfig
 from limelight.engine.peers import Circle
+from limelight.orders import Asked, EngineState, Reply
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request
 
@@ -34,10 +35,11 @@ SECONDS_TO_TELL = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """From the client: requests to add and ids to abort."""
+    """From the client: requests to add, ids to abort, and orders."""
 
     add: list[Request] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Report:
     info: ModelInfo | None = None
     outputs: list[Output] = field(default_factory=list)
     stats: EngineStats | None = None
+    state: EngineState | None = None
+    replies: list[Reply] = field(default_factory=list)
     step_seconds: float = 0.0  # how long the step that now runs has been running
     fault: str | None = None  # why the engine ends; nothing comes after it
 
@@ -125,7 +129,7 @@ def run(
     from limelight.progress import Progress
 
     started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end, circle=circle)
-    engine, decoder = started.engine, msgspec.msgpack.Decoder(Command)
+    engine, control, decoder = started.engine, started.control, msgspec.msgpack.Decoder(Command)
     if engine.grammars is not None:
         engine.grammars.start()
     # What the start has made stays for good: a collection in a step need not walk through it.
@@ -138,14 +142,22 @@ def run(
         while heard(commands, engine):
             command = decoder.decode(commands.recv())
             for request in command.add:
-                engine.add(request)
+                outputs += control.add(request)
             outputs += filter(None, map(engine.abort, command.abort))
-            if outputs:
+            for asked in command.asked:
+                outputs += control.take(asked)
+            if outputs or command.asked:
                 break
         reporter.step_started = time.monotonic()
         outputs += engine.step()
         reporter.step_started = None
-        reporter.send(Report(phase="ready", outputs=outputs, stats=engine.stats()))
+        replies = control.replies()
+        reporter.send(
+            Report(
+                phase="ready", outputs=outputs, stats=engine.stats(),
+                state=control.state, replies=replies,
+            )
+        )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

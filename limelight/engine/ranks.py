@@ -4,13 +4,14 @@ Each is a process of `engine/worker.py` with a pipe in each direction. When one 
 silent, all are ended: a collective that waits for it then fails, and the engine is lost.
 """
 
+import os
 import select
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import cast
 
@@ -20,13 +21,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
-from limelight.engine.pipes import Agreed, Facts, Sender, Start, Word, receive
-from limelight.parallel.group import join, leave, open_store, take_device
+from limelight.engine.pipes import Agreed, Facts, Sender, Start, Told, Word, receive
+from limelight.orders import DeviceOrder
+from limelight.parallel.group import abandon, join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
+from limelight.runner.control import DeviceControl
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.steps import StepPlan
+from limelight.steps import StepPlan, StepResult
 from limelight.types import DeviceLost
 
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
@@ -97,6 +100,7 @@ class Ranks:
 
     def __init__(
         self,
+        config: EngineConfig,
         device: torch.device,
         on_loss: Callable[[str], None] | None,
         seat: Seat,
@@ -106,7 +110,13 @@ class Ranks:
         self.seat, self.size, self.device, self.on_loss = seat, seat.size, device, on_loss
         self.lost: str | None = None
         self.is_closing = False
+        self.mesh = Mesh(size=self.size)
+        self.release: Callable[[], None] = lambda: None  # of what holds on to the group
         self._news = threading.Condition()
+        if config.weight_transfer.backend == "nccl":
+            # The ranks alone would do with loopback, but the trainer may be on another machine.
+            # Empty, NCCL chooses by itself; the other ranks inherit it.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
         take_device(device, 0, self.size)
         self._store = open_store() if store is None else store
         self.workers: list[Worker] = []
@@ -122,7 +132,7 @@ class Ranks:
         store: TCPStore | None = None,
     ) -> Iterator["Ranks"]:
         """They are ended if the block fails, which tells of a lost rank as what it was."""
-        ranks = cls(device, on_loss, seat, store)
+        ranks = cls(config, device, on_loss, seat, store)
         try:
             for rank in range(1, ranks.size):
                 ranks._start(config, rank)
@@ -151,9 +161,10 @@ class Ranks:
         self.send(Agreed(plan.num_blocks))
         return plan
 
-    def join(self) -> Mesh:
-        """Rank 0's place among them."""
-        return join(self._store, self.device, self.seat)
+    def join(self, width: int, dtype: torch.dtype) -> Mesh:
+        """Rank 0's place among them, who sum rows of that width and type."""
+        self.mesh = join(self._store, self.device, self.seat, width=width, dtype=dtype)
+        return self.mesh
 
     def send(self, message: object) -> None:
         """The same to all."""
@@ -179,6 +190,7 @@ class Ranks:
                 worker.process.wait(SECONDS_TO_END)
             except subprocess.TimeoutExpired:
                 worker.end()
+        self.release()
         leave()
 
     def _start(self, config: EngineConfig, rank: int) -> None:
@@ -213,6 +225,9 @@ class Ranks:
             self._news.notify_all()
         if first and self.on_loss is not None:
             self.on_loss(how)
+        if first:
+            # In the process of others nobody ends it: a step that waits must not do so for ever.
+            abandon(self.mesh)
         worker.process.wait()
 
 
@@ -231,6 +246,12 @@ def compare(own: Facts, other: Facts, who: str) -> None:
         )
 
 
+def device_control(config: EngineConfig, runner: ModelRunner) -> DeviceControl:
+    """What carries out on this rank what is ordered of its weights and memory."""
+    transfer = config.weight_transfer
+    return DeviceControl(runner, backend=transfer.backend, seconds=transfer.seconds)
+
+
 class LeadingRunner:
     """Rank 0's runner: every plan goes to all ranks first.
 
@@ -239,17 +260,63 @@ class LeadingRunner:
 
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
+        ranks.release = runner.drop_graphs
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> "Followed":
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
-        data = msgspec.msgpack.encode(plan)
+        data = msgspec.msgpack.encode(Told(plan=plan))
         try:
             self.ranks.send_bytes(data)
-            return self.runner.launch(plan)
+            return Followed(self.runner.launch(plan), self.ranks)
         except Exception as error:
             raise DeviceLost(self.ranks.news() or f"rank 0: {error}") from error
         except BaseException:
             # An interrupt: the others are in a step that rank 0 has left.
             self.ranks.lost = self.ranks.lost or "rank 0 was interrupted in a step"
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A step that all ranks make."""
+
+    launched: Launched
+    ranks: Ranks
+
+    def result(self) -> StepResult:
+        """`DeviceLost` if one of them is lost, without which it has come to nothing."""
+        try:
+            result = self.launched.result()
+        except Exception as error:
+            if (lost := self.ranks.news()) is not None:
+                raise DeviceLost(lost) from error
+            raise
+        if self.ranks.lost is not None:
+            raise DeviceLost(self.ranks.lost)
+        return result
+
+
+class LeadingControl:
+    """Rank 0's part of what is ordered of all devices: every order goes to all ranks first."""
+
+    def __init__(self, devices: DeviceControl, ranks: Ranks):
+        self.devices, self.ranks = devices, ranks
+
+    def carry_out(self, order: DeviceOrder) -> dict[str, object]:
+        """As `DeviceControl`'s; `DeviceLost` if a rank is."""
+        self.ranks.send(Told(order=order))
+        try:
+            return self.devices.carry_out(order)
+        except Exception as error:
+            if self.ranks.lost is not None:
+                raise DeviceLost(self.ranks.lost) from error
+            raise
+
+
+def all_devices(
+    config: EngineConfig, runner: ModelRunner, ranks: Ranks | None
+) -> DeviceControl | LeadingControl:
+    """What carries out orders on the devices of all ranks, where there are others."""
+    devices = device_control(config, runner)
+    return devices if ranks is None else LeadingControl(devices, ranks)

@@ -17,6 +17,7 @@ from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.peers import Circle
 from limelight.engine.router import Router
+from limelight.orders import EngineState, FinishUpdate, InitTransfer, Order
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request, RequestError
 
@@ -107,6 +108,29 @@ class Replicas:
         """As `EngineClient.abort`; an engine that does not have the request pays it no heed."""
         for client in self.clients:
             client.abort(request_id)
+
+    @property
+    def state(self) -> EngineState:
+        """Of the first engine that takes no requests, or else of the first."""
+        states = [client.state for client in self.clients]
+        return next((one for one in states if one.refusal is not None), states[0])
+
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        """Have all engines carry out an order at once; what came of it in each."""
+        if isinstance(order, FinishUpdate):
+            # Started anew, an engine would have the weights of the checkpoint.
+            self.restarts = 0
+        orders: list[Order] = [order] * len(self.clients)
+        if isinstance(order, InitTransfer):
+            orders = [InitTransfer(order.info, replica=place) for place in range(len(orders))]
+        pairs = zip(self.clients, orders, strict=True)
+        came = await asyncio.gather(
+            *(client.order(one) for client, one in pairs), return_exceptions=True
+        )
+        for one in came:
+            if isinstance(one, BaseException):
+                raise one
+        return [result for one in came if not isinstance(one, BaseException) for result in one]
 
     async def close(self) -> None:
         """End all processes and what belongs to them."""

@@ -77,6 +77,11 @@ class Scheduler:
         """Whether any sequence runs or waits."""
         return bool(self._sequences)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all sequences, running or waiting."""
+        return list(self._sequences)
+
     def stats(self) -> SchedulerStats:
         """The state after a step; prefix figures count the first admission of each sequence."""
         pool = self.groups.pool
@@ -132,6 +137,16 @@ class Scheduler:
         """Take a sequence out whose keys and values may be wrong: no one will start behind them."""
         self.groups.retract(sequence)
         self.finish(sequence)
+
+    def preempt_all(self) -> None:
+        """Let all sequences give their blocks back, to be computed again from their tokens."""
+        while self._ordered:
+            self._preempt(self._ordered.pop())
+
+    def renew_prefixes(self) -> None:
+        """Let no one find what has been computed so far; what sequences hold stays theirs alone."""
+        self._refused = None
+        self.groups.renew(self._ordered, self._waiting)
 
     def schedule(self) -> StepPlan:
         """The next step; without grants if there is nothing to do."""
@@ -317,6 +332,7 @@ class Scheduler:
             )
         )  # fmt: skip
         first = start // self.groups.block_size
-        if count > 1 and end // self.groups.block_size > first and self.groups.prefix_caching:
+        fills = count > 1 and end // self.groups.block_size > first
+        if fills and self.groups.prefix_caching and sequence.publishes:
             digest = self.groups.block_hash(sequence, first)
             self._filling.setdefault(first, set()).add(digest)

@@ -15,6 +15,7 @@ from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, KVStorage, routed_shape
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine.control import Control
 from limelight.engine.drafters import (
     FoundDrafter,
     drafter_kind,
@@ -27,10 +28,10 @@ from limelight.engine.engine import Engine
 from limelight.engine.expert_load import ExpertLoad, load_file
 from limelight.engine.experts import expert_mesh, joined
 from limelight.engine.grammar import Grammars
-from limelight.engine.lockstep import JoinedRunner, meet
+from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.peers import Circle, Peers
-from limelight.engine.ranks import LeadingRunner, Ranks, facts_of
+from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.vocabulary import vocabulary
@@ -220,6 +221,7 @@ class Started:
     """An engine that is ready to serve, and what others must know of it."""
 
     engine: Engine
+    control: Control
     info: ModelInfo
     plan: MemoryPlan
     folder: Path
@@ -247,8 +249,6 @@ def start_engine(
     experts, load = expert_mesh(config, found, seat), load_file(config, seat)
     if seat.world_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
-    if found.device.type == "cuda":
-        logger.warning("a model divided among GPUs has never been run: only one among CPUs")
     plan = plan_memory(config, found, experts=experts)
     peers = store = None
     if circle is not None:
@@ -256,7 +256,7 @@ def start_engine(
         store = meet(peers, facts_of(plan, found.identity))
     with Ranks.started(config, found.device, on_loss, seat, store) as ranks:
         plan = ranks.agree(plan, found.identity)
-        mesh = ranks.join()
+        mesh = ranks.join(found.shape.hidden_size, found.dtype)
         experts = joined(experts, mesh)
         return _start(
             config, found, plan, mesh, progress, ranks, load=load, experts=experts, peers=peers
@@ -287,8 +287,7 @@ def start_runner(
     place = Placement(mesh, found.dtype, device, experts=experts)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
-        dummy = drafter.config.load_format == "dummy"
-        dummy_seed = config.seed if dummy else None
+        dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
         install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
     warm_up(runner, plan, progress, drafter)
     if device.type == "cuda" and not config.enforce_eager:
@@ -376,7 +375,9 @@ def _start(
         peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
-    return Started(engine, info, plan, found.weights, device.type == "cuda")
+    devices = all_devices(config, runner, ranks)
+    control = Control(engine, devices if experts is None else FixedDevices())
+    return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:

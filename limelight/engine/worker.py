@@ -14,11 +14,15 @@ import threading
 import time
 from contextlib import suppress
 from io import FileIO
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from limelight.engine.pipes import Agreed, Sender, Start, Word, receive_bytes
-from limelight.steps import StepPlan
+from limelight.engine.pipes import Agreed, Sender, Start, Told, Word, receive_bytes
+from limelight.orders import DeviceOrder
+
+if TYPE_CHECKING:
+    from limelight.runner.control import DeviceControl
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
@@ -45,7 +49,7 @@ def beat(words: Sender) -> None:
 def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> None:
     """Start up beside the other ranks, then make step after step until the process is ended."""
     from limelight.engine.experts import expert_mesh, joined
-    from limelight.engine.ranks import facts_of
+    from limelight.engine.ranks import device_control, facts_of
     from limelight.engine.startup import plan_memory, resolve, start_runner
     from limelight.parallel.group import join, store_at, take_device
     from limelight.parallel.mesh import Mesh
@@ -59,16 +63,32 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     plan.check()
     words.send(Word(facts=facts_of(plan, found.identity)))
     agreed = msgspec.msgpack.decode(messages.get(), type=Agreed)
-    mesh = join(store_at(start.port), found.device, seat)
+    mesh = join(
+        store_at(start.port), found.device, seat,
+        width=found.shape.hidden_size, dtype=found.dtype,
+    )  # fmt: skip
     plan = plan.with_blocks(agreed.num_blocks)
     experts = joined(experts, mesh)
     runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True), experts=experts)
+    devices = device_control(config, runner)
     words.send(Word(is_ready=True))
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    decoder = msgspec.msgpack.Decoder(Told)
     gc.collect()
     gc.freeze()
     while True:
-        runner.launch(decoder.decode(messages.get()))
+        told = decoder.decode(messages.get())
+        if told.plan is not None:
+            runner.launch(told.plan)
+        if told.order is not None:
+            carry_out(devices, told.order)
+
+
+def carry_out(devices: "DeviceControl", order: DeviceOrder) -> None:
+    """Do as rank 0 does; it hears of what fails, and tells whoever has ordered it."""
+    try:
+        devices.carry_out(order)
+    except Exception as error:
+        logger.warning("%s was not carried out: %s", type(order).__name__, error)
 
 
 def main() -> int:

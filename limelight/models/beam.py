@@ -32,7 +32,8 @@ from limelight.models.layers import (
     SwiGLU,
 )
 from limelight.models.taps import Taps
-from limelight.ops import activation, norm, rope, router
+from limelight.ops import activation, boundary, norm, rope, router
+from limelight.ops.boundary import Summand
 from limelight.ops.rope import Rotation
 
 
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
     def forward(
         self, y_TD: torch.Tensor, turn: Rotation, ssmax_T: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
+    ) -> Summand:
         full = self.window is None
         out_TN = batch.attend(
             self.layer, self.qkvg(y_TD), self.qk_norm.weight_2C,
@@ -135,7 +136,7 @@ class SparseFeedForward(nn.Module):
             place.within("experts"), fp32=True, scale=config.routed_scale,
         )  # fmt: skip
 
-    def forward(self, y_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, y_TD: torch.Tensor, batch: Batch) -> Summand:
         weights_TN, ids_TN = router.route(
             y_TD, self.router_ED, self.bias_E,
             count=self.count, groups=self.groups, kept_groups=self.kept_groups,
@@ -177,12 +178,12 @@ class Layer(nn.Module):
         """The stream h and its norm y, which the sublayer reads; `following` is the next norm."""
         eps = following.eps
         x_TD = self.attention(y_TD, turn, ssmax_T, batch)
-        h_TD, y_TD = norm.sandwich(
+        h_TD, y_TD = boundary.sandwich(
             h_TD, x_TD, self.attention_out.weight, self.feed_forward_in.weight,
             n=self.attention_add, eps=eps,
         )  # fmt: skip
         x_TD = self.feed_forward(y_TD, batch)
-        return norm.sandwich(
+        return boundary.sandwich(
             h_TD, x_TD, self.feed_forward_out.weight, following.weight,
             n=self.feed_forward_add, eps=eps,
         )  # fmt: skip
@@ -190,6 +191,8 @@ class Layer(nn.Module):
 
 class Beam(nn.Module):
     renames: dict[str, str] = {}
+    # No parameter in transformers, so that trainers do not send it.
+    unsent = ("mlp.gate.e_score_correction_bias",)
 
     def __init__(self, config: BeamConfig, place: Placement):
         super().__init__()
@@ -227,6 +230,10 @@ class Beam(nn.Module):
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""
-        logits_TV = self.head(h_TD)
+        return self.head.gather(self.logit_share(h_TD))
+
+    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's part of the vocabulary."""
+        logits_TV = self.head.share(h_TD)
         cap = self.config.logit_softcap
         return logits_TV if cap is None else activation.softcap(logits_TV, cap=cap)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from limelight.ops import linear
-from limelight.ops.combine import combine
 from limelight.ops.expert_pairs import expert_pairs, unpack_once
 from limelight.ops.fp4 import Weight
+from limelight.ops.placed_sum import placed_sum
 from limelight.parallel import dispatch
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.row_codes import decode_rows, encode_rows
@@ -104,7 +104,7 @@ class DividedExperts:
         places_YN = torch.arange(len(ids_P), device=ids_P.device).view_as(here_YN)
         places_YN = torch.where(here_YN, places_YN, -1)
         weights_YN = routes[:, count:].contiguous().view(torch.float32)
-        sums_YD = combine(out_PD, places_YN, weights_YN, None, dtype=torch.float32)
+        sums_YD = placed_sum(out_PD, places_YN, weights_YN, None, dtype=torch.float32)
         out_XD = dispatch.scatter_sums(sums_YD, mesh)[:rows].to(y_XD.dtype)
         out_XD = out_XD if scale == 1.0 else out_XD * scale
         added_XD = added()
@@ -133,7 +133,9 @@ class DividedExperts:
             beside = None if added_XD is None else added_XD[pieces[i]]
             places_XN, weights = order[i].places(count), weights_XN[pieces[i]]
             back_PD = returning.take()
-            out.append(combine(back_PD, places_XN, weights, beside, scale=scale, dtype=y_XD.dtype))
+            out.append(
+                placed_sum(back_PD, places_XN, weights, beside, scale=scale, dtype=y_XD.dtype)
+            )
 
         returning: dispatch.Moving | None = None
         for i in range(chunks):

@@ -30,7 +30,8 @@ from limelight.models.layers import (
     SwiGLU,
 )
 from limelight.models.taps import Taps
-from limelight.ops import linear, norm, rope, router
+from limelight.ops import boundary, linear, rope, router
+from limelight.ops.boundary import Summand
 from limelight.ops.rope import Rotation
 
 
@@ -90,10 +91,10 @@ class Attention(nn.Module):
     def forward(
         self,
         h_TD: torch.Tensor,
-        x_TD: torch.Tensor | None,
+        x_TD: Summand | None,
         turn: Rotation,
         batch: Batch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, qkv_TN = linear.norm_project(
             h_TD, x_TD, self.norm.weight, self.qkv.weight,
             eps=self.norm.eps,
@@ -115,8 +116,8 @@ class DenseFeedForward(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.inner_size, place.within("mlp"), fp32=False)
 
     def forward(
-        self, h_TD: torch.Tensor, x_TD: torch.Tensor, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h_TD: torch.Tensor, x_TD: Summand, batch: Batch
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, inner_TF = linear.norm_swiglu(
             h_TD, x_TD, self.norm.weight, self.mlp.gate_up.weight, eps=self.norm.eps, fp32=False
         )
@@ -142,8 +143,8 @@ class SparseFeedForward(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, h_TD: torch.Tensor, x_TD: torch.Tensor, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h_TD: torch.Tensor, x_TD: Summand, batch: Batch
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, y_TD, weights_TN, ids_TN = router.norm_route(
             h_TD, x_TD, self.norm.weight, self.router_ED,
             eps=self.norm.eps, count=self.count, routed=batch.routed(self.layer),
@@ -162,8 +163,8 @@ class Layer(nn.Module):
         )
 
     def forward(
-        self, h_TD: torch.Tensor, x_TD: torch.Tensor | None, turn: Rotation, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h_TD: torch.Tensor, x_TD: Summand | None, turn: Rotation, batch: Batch
+    ) -> tuple[torch.Tensor, Summand]:
         h_TD, x_TD = self.attention(h_TD, x_TD, turn, batch)
         return self.feed_forward(h_TD, x_TD, batch)
 
@@ -171,6 +172,8 @@ class Layer(nn.Module):
 class Flint(nn.Module):
     # What transformers calls a tensor in memory, and so in some checkpoints.
     renames = {"self_attn.sinks": "self_attn.softmax_offset"}
+    # What transformers has that is no parameter, so that trainers do not send it.
+    unsent: tuple[str, ...] = ()
 
     def __init__(self, config: FlintConfig, place: Placement):
         super().__init__()
@@ -198,8 +201,12 @@ class Flint(nn.Module):
             if taps is not None:
                 taps.take(i, h_TD, x_TD)
         assert x_TD is not None, "a model has layers"
-        return norm.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
+        return boundary.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """FP32 [T, V]."""
-        return self.head(h_TD)
+        return self.head.gather(self.logit_share(h_TD))
+
+    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's part of the vocabulary."""
+        return self.head.share(h_TD)

@@ -15,10 +15,11 @@ from torch import nn
 
 from limelight.models.expert_parallel import DividedExperts
 from limelight.ops import experts, linear, norm
+from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
 from limelight.ops.fp4 import BLOCK, FP4, Weight
 from limelight.ops.rope import Heads
-from limelight.parallel.collectives import all_gather, all_reduce
+from limelight.parallel.collectives import all_gather, summed
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
 
@@ -227,8 +228,8 @@ class RowParallelLinear(nn.Module):
         part = Part(name, out_features, all_of(out_features))
         self.weight = place.matrix([part], in_features, take=take, dummy=OUTPUT_PROJECTION)
 
-    def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
-        return all_reduce(linear.project(x_TF, self.weight), self.mesh)
+    def forward(self, x_TF: torch.Tensor) -> Summand:
+        return summed(linear.project(x_TF, self.weight), self.mesh)
 
 
 class HeadProjections(ColumnParallelLinear):
@@ -312,11 +313,19 @@ class LMHead(nn.Module):
         self.outputs = part.held if mesh.group is None else vocab_size
         self.padding = share - part.held
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def share(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The logits of this rank's tokens, from `first` on; padding is ruled out."""
         logits_TV = linear.lm_head(x_TD, self.weight)
         if self.padding:
-            logits_TV = F.pad(logits_TV, (0, self.padding))
+            logits_TV = F.pad(logits_TV, (0, self.padding), value=float("-inf"))
+        return logits_TV
+
+    def gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """All logits, of the shares of all ranks."""
         return all_gather(logits_TV, self.mesh)[:, : self.outputs]
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.gather(self.share(x_TD))
 
 
 class SwiGLU(nn.Module):
@@ -332,7 +341,7 @@ class SwiGLU(nn.Module):
         self.gate_up = ColumnParallelLinear(size, parts, place)
         self.down = RowParallelLinear("down_proj", inner, take, size, place)
 
-    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, y_TD: torch.Tensor) -> Summand:
         return self.down(linear.swiglu_project(y_TD, self.gate_up.weight, fp32=self.fp32))
 
 
@@ -368,13 +377,13 @@ class Experts(nn.Module):
         weights_TN: torch.Tensor,
         ids_TN: torch.Tensor,
         shared: SwiGLU | None = None,
-    ) -> torch.Tensor:
+    ) -> Summand:
         beside = (None, None) if shared is None else (shared.gate_up.weight, shared.down.weight)
         args = (y_TD, self.gate_up, self.down, weights_TN, ids_TN, *beside)
         if self.divided is not None:
             return self.divided.moe(*args, fp32=self.fp32, scale=self.scale)
-        out_TD = experts.moe(*args, fp32=self.fp32, scale=self.scale)
-        return all_reduce(out_TD, self.mesh)
+        form = experts.unsummed_moe if self.mesh.leaves(len(y_TD)) else experts.moe
+        return summed(form(*args, fp32=self.fp32, scale=self.scale), self.mesh)
 
     def serve(self, count: int) -> None:
         """A step for the rows of other ranks alone, of `count` experts each."""

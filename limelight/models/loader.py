@@ -31,6 +31,10 @@ CACHE_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj\.\2_scal
 ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
 
 
+# The name of a target, and which of its experts, if they came one by one.
+Place = tuple[str, int | None]
+
+
 def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
     """The architecture that config.json names, and its shape."""
     source = folder / "config.json"
@@ -109,7 +113,7 @@ def cache_scales(stored: Iterable[Stored], layers: int) -> torch.Tensor:
     return scales_L2
 
 
-def _stacked(name: str) -> tuple[str, int | None]:
+def _stacked(name: str) -> Place:
     """The name of all experts of a kind, and which of them this is; or the name as it is."""
     match = ONE_EXPERT.fullmatch(name)
     return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
@@ -119,8 +123,19 @@ def match_tensors(
     stored: Iterable[Stored], targets: Targets, renames: dict[str, str], *, folder: Path
 ) -> list[Filling]:
     """What fills each target; `ValueError` names the first tensors that do not fit."""
-    found: dict[tuple[str, int | None], Stored] = {}
-    fillings: list[Filling] = []
+    found = place_tensors(stored, targets, renames)
+    if missing := list(_missing(targets, found.keys())):
+        raise ValueError(f"{folder}: {_some(missing)} missing in the checkpoint")
+    return [filling for fillings in found.values() for filling in fillings]
+
+
+def place_tensors(
+    stored: Iterable[Stored], targets: Targets, renames: dict[str, str]
+) -> dict[Place, list[Filling]]:
+    """What each of some tensors fills, nothing if it is an expert that other ranks hold;
+    `ValueError` names the first ones that do not fit."""
+    found: dict[Place, list[Filling]] = {}
+    sources: dict[Place, Stored] = {}
     leftover = []
     for one in stored:
         if CACHE_SCALE.fullmatch(one.target):
@@ -133,15 +148,13 @@ def match_tensors(
             leftover.append(str(one))
             continue
         if (name, expert) in found:
-            raise ValueError(f"{one} stands for {name}, and so does {found[name, expert]}")
+            raise ValueError(f"{one} stands for {name}, and so does {sources[name, expert]}")
         _check(one, target if expert is None else replace(target, shape=target.shape[1:]))
-        found[name, expert] = one
-        fillings += [Filling(one, part) for part in _parts(target, expert)]
-    if missing := list(_missing(targets, found.keys())):
-        raise ValueError(f"{folder}: {_some(missing)} missing in the checkpoint")
+        sources[name, expert] = one
+        found[name, expert] = [Filling(one, part) for part in _parts(target, expert)]
     if leftover:
         raise ValueError(f"{_some(leftover)} not part of the model")
-    return fillings
+    return found
 
 
 def _parts(target: Target, expert: int | None) -> list[Target]:
@@ -173,7 +186,7 @@ def _check(one: Stored, target: Target) -> None:
         raise ValueError(f"{one}: type {one.dtype}; this tensor cannot be held so")
 
 
-def _missing(targets: Targets, found: Iterable[tuple[str, int | None]]) -> Iterable[str]:
+def _missing(targets: Targets, found: Iterable[Place]) -> Iterable[str]:
     """Names of what nothing fills; of experts that come one by one, of each."""
     whole = {name for name, expert in found if expert is None}
     single: dict[str, set[int]] = {}

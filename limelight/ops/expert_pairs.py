@@ -1,9 +1,9 @@
 """The outputs of single experts: row p through expert `ids_P[p]`, rounded as in `experts.py`.
 
 For ranks that hold some of the experts: rows come from others and their outputs go back there,
-where each token sums its own (`combine.py`). An id of E, beyond the last expert, marks a row that
-is not for this rank; nothing is computed for it and its output is anything. NVFP4 weights that more
-than one chunk of rows would unpack can be unpacked for all of them (`unpack_once`).
+where each token sums its own (`placed_sum.py`). An id of E, beyond the last expert, marks a row
+that is not for this rank; nothing is computed for it and its output is anything. NVFP4 weights that
+more than one chunk of rows would unpack can be unpacked for all of them (`unpack_once`).
 """
 
 import torch

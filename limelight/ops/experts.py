@@ -10,11 +10,11 @@ first (`grouped.py`).
 
 import torch
 
-from limelight.ops import invariant, is_batch_invariant, linear, op
+from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.chosen import few_moe, most_rows
+from limelight.ops.combine import Routed
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
-from limelight.ops.grouped import grouped_moe
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
 # once, in two products, beat a loop over those chosen while they are at most this many times the
@@ -116,6 +116,44 @@ def _launch_moe(
     fp32: bool,
     scale: float = 1.0,
 ) -> torch.Tensor:
+    out = _launch_unsummed_moe(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        fp32=fp32, scale=scale,
+    )  # fmt: skip
+    return out.combined() if isinstance(out, Routed) else out
+
+
+def unsummed_moe_reference(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
+    *,
+    fp32: bool,
+    scale: float = 1.0,
+) -> torch.Tensor | Routed:
+    """As `moe`; where a kernel of its own would sum the experts' outputs, these as they are."""
+    return moe_reference(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        fp32=fp32, scale=scale,
+    )  # fmt: skip
+
+
+def _launch_unsummed_moe(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
+    *,
+    fp32: bool,
+    scale: float = 1.0,
+) -> torch.Tensor | Routed:
     _check(y_TD, gate_up_EGD, down_EDF, shared_gate_up_GD, shared_down_DF)
     assert weights_TN.shape == ids_TN.shape and len(ids_TN) == len(y_TD)
     assert weights_TN.dtype == torch.float32
@@ -132,10 +170,11 @@ def _launch_moe(
             inner_TF = linear.swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
             added_TD = linear.project.kernel(inner_TF, shared_down_DF)
             shared_gate_up_GD = shared_down_DF = None
-    return (few_moe if few else grouped_moe)(
+    return (few_moe if few else grouped.unsummed_moe)(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         added_TD, fp32=fp32, scale=scale,
     )  # fmt: skip
 
 
 moe = op(reference=moe_reference, kernel=_launch_moe)
+unsummed_moe = op(reference=unsummed_moe_reference, kernel=_launch_unsummed_moe)

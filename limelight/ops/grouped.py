@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.combine import launch_combine
+from limelight.ops.combine import Routed
 from limelight.ops.fp4 import (
     FP4,
     Matrices,
@@ -353,6 +353,7 @@ SORTED_AT_ONCE, SLICE = 1024, 512
 
 
 Tile = dict[str, int]
+Pair = tuple[Matrices, Weight | None]  # a weight of the routed experts, and of the shared one
 
 
 def _tile(n: int, k: int, warps: int, stages: int) -> Tile:
@@ -388,10 +389,8 @@ FP4_TILES: dict[int, Tile] = {
 def _sort(
     ids_TN: torch.Tensor, experts: int, block_m: int, *, absent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of each row of each block; and of each block the expert and its rows, packed.
-
-    With `absent` there are pairs of an expert beyond the last, whose blocks are not taken.
-    """
+    """The pairs of each row of each block; and of each block the expert and its rows, packed. With
+    `absent` there are pairs of an expert beyond the last, whose blocks are not taken."""
     pairs, kinds = ids_TN.numel(), experts + absent
     most = min(pairs, (pairs + kinds * (block_m - 1)) // block_m)
     rows_BM = ids_TN.new_empty(most, block_m, dtype=torch.int32)
@@ -417,10 +416,8 @@ def _sort(
 def _described(
     tile: Tile, *weights: torch.Tensor | None, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
-    """The weights as their kernel takes them: as pointers, or as what the copy engine needs.
-
-    Of gate and up, the engine brings tiles of both at once.
-    """
+    """The weights as their kernel takes them: as pointers, or as what the copy engine needs, which
+    brings tiles of gate and up at once."""
     if not tile["DESCRIBED"]:
         return list(weights)
     found: list[torch.Tensor | TensorDescriptor | None] = []
@@ -493,32 +490,24 @@ def _fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
 
 
 def _held(
-    tile: Tile,
-    weights: tuple[Matrices, Weight | None],
-    dtype: torch.dtype,
-    *,
-    gate_up: bool,
+    tile: Tile, weights: Pair, dtype: torch.dtype, *, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """Weights as their kernel takes them, unpacked, and what scales their rows."""
     held: list[torch.Tensor | None] = []
     factors: list[torch.Tensor | None] = []
     for weight in weights:
         if isinstance(weight, FP4):
-            held.append(unpack.kernel(weight.codes, weight.scales, dtype=dtype))
-            factors.append(weight.rows)
-        elif isinstance(weight, Unpacked):
-            held.append(weight.values)
-            factors.append(weight.rows)
-        else:
-            held.append(weight)
-            factors.append(None)
+            codes = unpack.kernel(weight.codes, weight.scales, dtype=dtype)
+            weight = Unpacked(codes, weight.rows)
+        held.append(weight.values if isinstance(weight, Unpacked) else weight)
+        factors.append(weight.rows if isinstance(weight, Unpacked) else None)
     return [*_described(tile, *held, gate_up=gate_up), *factors]
 
 
 def _multiplying(
     y_TD: torch.Tensor,
-    gate_up_EGD: tuple[Matrices, Weight | None],
-    down_EDF: tuple[Matrices, Weight | None],
+    gate_up_EGD: Pair,
+    down_EDF: Pair,
     blocks: tuple[torch.Tensor, torch.Tensor],
     tiles: tuple[Tile, Tile],
     count: int,
@@ -550,22 +539,14 @@ def _multiplying(
 
 
 def outputs(
-    y_TD: torch.Tensor,
-    gate_up_EGD: tuple[Matrices, Weight | None],
-    down_EDF: tuple[Matrices, Weight | None],
-    ids_TN: torch.Tensor,
-    fp32: bool,
-    *,
-    absent: bool,
+    y_TD: torch.Tensor, gate_up: Pair, down: Pair, ids_TN: torch.Tensor, fp32: bool, *, absent: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each pair's output and the shared expert's; with `absent` an id of E means no expert."""
-    count, experts = ids_TN.shape[1], len(down_EDF[0])
+    count, experts = ids_TN.shape[1], len(down[0])
     each = cdiv(ids_TN.numel(), experts)
-    (gate_up, shared_gate_up), (down, shared_down) = gate_up_EGD, down_EDF
-    if isinstance(gate_up, FP4) and isinstance(down, FP4) and each <= max(FP4_TILES):
-        assert not isinstance(shared_gate_up, torch.Tensor)
-        assert not isinstance(shared_down, torch.Tensor)
-        weights = (gate_up, shared_gate_up), (down, shared_down)
+    if isinstance(gate_up[0], FP4) and isinstance(down[0], FP4) and each <= max(FP4_TILES):
+        assert not isinstance(gate_up[1], torch.Tensor) and not isinstance(down[1], torch.Tensor)
+        weights = (gate_up[0], gate_up[1]), (down[0], down[1])
         few = each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and not absent
         if few and fits(weights[1]):
             return few_each(y_TD, *weights, ids_TN, fp32)
@@ -575,7 +556,28 @@ def outputs(
     block_m, *tiles = by_size(TILES, each)
     blocks = _sort(ids_TN, experts, block_m, absent=absent)
     fitted = (_fitted(tiles[0], y_TD), _fitted(tiles[1], y_TD))
-    return _multiplying(y_TD, gate_up_EGD, down_EDF, blocks, fitted, count, fp32)
+    return _multiplying(y_TD, gate_up, down, blocks, fitted, count, fp32)
+
+
+def unsummed_moe(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    shared_gate_up_GD: Weight | None,
+    shared_down_DF: Weight | None,
+    added_TD: torch.Tensor | None = None,
+    *,
+    fp32: bool,
+    scale: float,
+) -> Routed:
+    """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
+    out_PD, shared_TD = outputs(
+        y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
+        absent=False,
+    )  # fmt: skip
+    return Routed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
 
 
 def grouped_moe(
@@ -591,10 +593,8 @@ def grouped_moe(
     fp32: bool,
     scale: float,
 ) -> torch.Tensor:
-    """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
-    out_PD, shared_TD = outputs(
-        y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
-        absent=False,
-    )  # fmt: skip
-    added_TD = shared_TD if added_TD is None else added_TD
-    return launch_combine(out_PD, None, weights_TN, added_TD, scale=scale, dtype=y_TD.dtype)
+    """The same, summed."""
+    return unsummed_moe(
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
+        added_TD, fp32=fp32, scale=scale,
+    ).combined()  # fmt: skip

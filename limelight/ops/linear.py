@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from limelight.ops import fp4, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
+from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
@@ -29,16 +30,16 @@ def project_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
 
 
 def _normed(
-    h_TD: torch.Tensor, x_TD: torch.Tensor | None, norm_D: torch.Tensor, eps: float
+    h_TD: torch.Tensor, x_TD: Summand | None, norm_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x_TD is None:
         return h_TD, rmsnorm_reference(h_TD, norm_D, eps=eps)
-    return add_rmsnorm_reference(h_TD, x_TD, norm_D, eps=eps)
+    return add_rmsnorm_reference(h_TD, whole(x_TD), norm_D, eps=eps)
 
 
 def norm_project_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Weight,
     *,
@@ -51,7 +52,7 @@ def norm_project_reference(
 
 def norm_swiglu_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     gate_up_GD: Weight,
     *,
@@ -98,23 +99,26 @@ def _launch_project(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
 
 
 def _launch_norm(
-    h_TD: torch.Tensor, x_TD: torch.Tensor | None, norm_D: torch.Tensor, eps: float
+    h_TD: torch.Tensor, x_TD: Summand | None, norm_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x_TD is None:
         return h_TD, rmsnorm.kernel(h_TD, norm_D, eps=eps)
+    if isinstance(x_TD, Partial):
+        return sum_add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
     return add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
 
 
 def _norm_product(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Weight,
     *,
     eps: float,
     fp32: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS:
+    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS
+    if one and not isinstance(x_TD, Partial):
         sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
@@ -123,7 +127,7 @@ def _norm_product(
 
 def _launch_norm_project(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     weight_ND: Weight,
     *,
@@ -134,7 +138,7 @@ def _launch_norm_project(
 
 def _launch_norm_swiglu(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor | None,
+    x_TD: Summand | None,
     norm_D: torch.Tensor,
     gate_up_GD: Weight,
     *,

@@ -53,12 +53,18 @@ def add_rmsnorm_reference(
     return h_TD, rmsnorm_reference(h_TD, weight_D, eps=eps)
 
 
+def depth_factors(n: int) -> tuple[float, float]:
+    """Of the stream and of what is added to it, at the n-th residual add."""
+    return math.sqrt((n - 1) / n), 1.0 / math.sqrt(n)
+
+
 def depth_scaled_add(h_TD: torch.Tensor, x_TD: torch.Tensor, *, n: int) -> torch.Tensor:
     """The n-th residual add of a network whose stream keeps its variance.
 
     h <- sqrt((n - 1) / n) * h + x / sqrt(n), each product and the sum rounded, as trained.
     """
-    return x_TD * (1.0 / math.sqrt(n)) + h_TD * math.sqrt((n - 1) / n)
+    keep, add = depth_factors(n)
+    return x_TD * add + h_TD * keep
 
 
 def sandwich_reference(
@@ -82,6 +88,25 @@ def normalized(x_D, weight_D, size, eps):
 
 
 @triton.jit
+def added(h_D, x_D, weight_D, size, eps, dtype: tl.constexpr):
+    """For kernels: h + x rounded, and the norm of that in FP32."""
+    sum_D = (h_D + x_D).to(dtype)
+    return sum_D, normalized(sum_D.to(tl.float32), weight_D, size, eps)
+
+
+@triton.jit
+def sandwiched(h_D, x_D, post_D, pre_D, keep, add, size, eps, dtype: tl.constexpr):
+    """For kernels: h with norm(x), each step rounded, and the norm of that in FP32.
+
+    `keep` and `add` are the factors of h and of norm(x).
+    """
+    z_D = normalized(x_D, post_D, size, eps).to(dtype).to(tl.float32)
+    sum_D = (z_D * add).to(dtype).to(tl.float32) + (h_D * keep).to(dtype).to(tl.float32)
+    sum_D = sum_D.to(dtype)
+    return sum_D, normalized(sum_D.to(tl.float32), pre_D, size, eps)
+
+
+@triton.jit
 def _norm_kernel(
     h, x, weight, out_h, out_y, stride_h, stride_x, size, eps,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -96,12 +121,12 @@ def _norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     h_D = tl.load(h + t * stride_h + d, mask=inside, other=0.0).to(tl.float32)
-    if x is not None:
-        h_D += tl.load(x + t * stride_x + d, mask=inside, other=0.0).to(tl.float32)
-        rounded_D = h_D.to(out_h.dtype.element_ty)
-        tl.store(out_h + t * size + d, rounded_D, mask=inside)
-        h_D = rounded_D.to(tl.float32)
-    y_D = normalized(h_D, weight_D, size, eps)
+    if x is None:
+        y_D = normalized(h_D, weight_D, size, eps)
+    else:
+        x_D = tl.load(x + t * stride_x + d, mask=inside, other=0.0).to(tl.float32)
+        sum_D, y_D = added(h_D, x_D, weight_D, size, eps, out_h.dtype.element_ty)
+        tl.store(out_h + t * size + d, sum_D, mask=inside)
     tl.store(out_y + t * size + d, y_D.to(out_y.dtype.element_ty), mask=inside)
 
 
@@ -110,7 +135,7 @@ def _sandwich_kernel(
     h, x, post, pre, out_h, out_y, stride_h, stride_x, size, keep, add, eps,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; `keep` and `add` are the factors of h and of norm(x)."""
+    """One row a program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -123,11 +148,8 @@ def _sandwich_kernel(
         tl.extra.cuda.gdc_wait()
     x_D = tl.load(x + t * stride_x + d, mask=inside, other=0.0).to(tl.float32)
     h_D = tl.load(h + t * stride_h + d, mask=inside, other=0.0).to(tl.float32)
-    z_D = normalized(x_D, post_D, size, eps).to(dtype).to(tl.float32)
-    h_D = (z_D * add).to(dtype).to(tl.float32) + (h_D * keep).to(dtype).to(tl.float32)
-    rounded_D = h_D.to(dtype)
-    tl.store(out_h + t * size + d, rounded_D, mask=inside)
-    y_D = normalized(rounded_D.to(tl.float32), pre_D, size, eps)
+    sum_D, y_D = sandwiched(h_D, x_D, post_D, pre_D, keep, add, size, eps, dtype)
+    tl.store(out_h + t * size + d, sum_D, mask=inside)
     tl.store(out_y + t * size + d, y_D.to(dtype), mask=inside)
 
 
@@ -137,7 +159,7 @@ def whole_row(size: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
-def _check_rows(*rows_TD: torch.Tensor) -> None:
+def check_rows(*rows_TD: torch.Tensor) -> None:
     """Rows may lie apart, their elements may not; all have one shape and type."""
     first = rows_TD[0]
     for x_TD in rows_TD:
@@ -145,7 +167,7 @@ def _check_rows(*rows_TD: torch.Tensor) -> None:
         assert x_TD.stride(-1) == 1
 
 
-def _check_weights(size: int, *weights_D: torch.Tensor) -> None:
+def check_weights(size: int, *weights_D: torch.Tensor) -> None:
     for weight_D in weights_D:
         assert weight_D.shape == (size,) and weight_D.is_contiguous()
 
@@ -153,8 +175,8 @@ def _check_weights(size: int, *weights_D: torch.Tensor) -> None:
 def _launch_rmsnorm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
     rows_TD = x_TD.reshape(-1, x_TD.shape[-1])
     rows, size = rows_TD.shape
-    _check_rows(rows_TD)
-    _check_weights(size, weight_D)
+    check_rows(rows_TD)
+    check_weights(size, weight_D)
     y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     if rows:
         _norm_kernel[(rows,)](
@@ -168,8 +190,8 @@ def _launch_add_rmsnorm(
     h_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = h_TD.shape
-    _check_rows(h_TD, x_TD)
-    _check_weights(size, weight_D)
+    check_rows(h_TD, x_TD)
+    check_weights(size, weight_D)
     out_TD, y_TD = (torch.empty_like(h_TD, memory_format=torch.contiguous_format) for _ in "hy")
     if rows:
         _norm_kernel[(rows,)](
@@ -189,13 +211,13 @@ def _launch_sandwich(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = h_TD.shape
-    _check_rows(h_TD, x_TD)
-    _check_weights(size, post_D, pre_D)
+    check_rows(h_TD, x_TD)
+    check_weights(size, post_D, pre_D)
     out_TD, y_TD = (torch.empty_like(h_TD, memory_format=torch.contiguous_format) for _ in "hy")
     if rows:
         _sandwich_kernel[(rows,)](
             h_TD, x_TD, post_D, pre_D, out_TD, y_TD, h_TD.stride(0), x_TD.stride(0), size,
-            math.sqrt((n - 1) / n), 1.0 / math.sqrt(n), eps,
+            *depth_factors(n), eps,
             **whole_row(size), **pdl(h_TD),
         )  # fmt: skip
     return out_TD, y_TD

@@ -25,6 +25,7 @@ from limelight.ops import (
     op,
     pdl,
 )
+from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference
 
 GROUPED_EPSILON = 1e-20
@@ -66,7 +67,7 @@ def top_experts(scores_TE: torch.Tensor, *, count: int) -> tuple[torch.Tensor, t
 
 def norm_route_reference(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor,
+    x_TD: Summand,
     norm_D: torch.Tensor,
     router_ED: torch.Tensor,
     *,
@@ -75,7 +76,7 @@ def norm_route_reference(
     routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """h + x, its RMSNorm y, and of y the weights FP32 [T, N] and ids [T, N] of the best experts."""
-    h_TD, y_TD = add_rmsnorm_reference(h_TD, x_TD, norm_D, eps=eps)
+    h_TD, y_TD = add_rmsnorm_reference(h_TD, whole(x_TD), norm_D, eps=eps)
     weights_TN, ids_TN = top_experts(sigmoid_scores(y_TD, router_ED), count=count)
     if routed is not None:
         routed.keep(ids_TN)
@@ -382,7 +383,7 @@ def _select(
 
 def _launch_norm_route(
     h_TD: torch.Tensor,
-    x_TD: torch.Tensor,
+    x_TD: Summand,
     norm_D: torch.Tensor,
     router_ED: torch.Tensor,
     *,
@@ -391,9 +392,12 @@ def _launch_norm_route(
     routed: Routed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _check(h_TD, router_ED)
+    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
+    if isinstance(x_TD, Partial):
+        h_TD, y_TD = sum_add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)
+        return h_TD, y_TD, *_select(_logits(y_TD, router_ED), count=count, routed=routed)
     _check(x_TD, router_ED)
     assert h_TD.shape == x_TD.shape and h_TD.dtype == x_TD.dtype
-    assert norm_D.shape == h_TD.shape[1:] and norm_D.is_contiguous()
     if len(h_TD) <= FEW:
         h_TD, y_TD, logits_PTE = _few_logits(h_TD, router_ED, x_TD, norm_D, eps)
     else:

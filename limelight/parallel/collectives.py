@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from limelight.ops.boundary import Partial, Summand
+from limelight.ops.combine import Routed
 from limelight.parallel.mesh import Mesh
 
 
@@ -13,6 +15,13 @@ def all_reduce(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return x
 
 
+def summed(x: torch.Tensor | Routed, mesh: Mesh) -> Summand:
+    """The sum of every rank's `x` [T, D]: made here, or left to the norm that follows."""
+    if mesh.peers is not None and mesh.leaves(len(x)):
+        return Partial(x, mesh.peers, lambda x_TD: all_reduce(x_TD.clone(), mesh))
+    return all_reduce(x.combined() if isinstance(x, Routed) else x, mesh)
+
+
 def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Every rank's `x`, joined along the last dimension in the order of the ranks."""
     if mesh.group is None:
@@ -20,6 +29,15 @@ def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(mesh.size)]
     dist.all_gather(parts, x.contiguous(), group=mesh.group)
     return torch.cat(parts, dim=-1)
+
+
+def stacked(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Every rank's `x`, with the ranks as the first dimension."""
+    if mesh.group is None:
+        return x[None]
+    parts = [torch.empty_like(x) for _ in range(mesh.size)]
+    dist.all_gather(parts, x.contiguous(), group=mesh.group)
+    return torch.stack(parts)
 
 
 def from_first(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The process group of the ranks of one machine, over a store on rank 0's loopback address."""
 
+import logging
 import os
 import socket
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
+from limelight.parallel.symmetric import with_peers
 
+logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
+# NCCL lets go of a communicator only when no graph has its kernels any more.
+SECONDS_TO_LEAVE = 5.0
 
 
 def take_device(device: torch.device, rank: int, size: int) -> None:
@@ -42,9 +48,16 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
-def join(store: TCPStore, device: torch.device, seat: Seat) -> Mesh:
-    """Wait for all ranks of the world; from then on tensors on `device` can be exchanged."""
+def join(
+    store: TCPStore, device: torch.device, seat: Seat, *, width: int, dtype: torch.dtype
+) -> Mesh:
+    """Wait for all ranks of the world; from then on tensors on `device` can be exchanged.
+
+    `width` and `dtype` are those of the rows [T, D] that the layers of a group sum.
+    """
     on_gpu = device.type == "cuda"
+    # What is summed here needs no multicast, whose set-up can fail where all else works.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if sys.platform == "linux":
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
@@ -53,16 +66,46 @@ def join(store: TCPStore, device: torch.device, seat: Seat) -> Mesh:
         world_size=seat.world_size,
         device_id=torch.device("cuda", seat.rank) if on_gpu else None,
     )  # fmt: skip
-    if seat.data_size == 1:
-        return Mesh(seat.rank, seat.size, dist.group.WORLD)
-    if seat.size == 1:
+    if seat.size == 1 and seat.data_size > 1:
         return Mesh.single()
-    starts = range(0, seat.world_size, seat.size)
-    groups = [dist.new_group(list(range(first, first + seat.size))) for first in starts]
-    return Mesh(seat.rank, seat.size, groups[seat.data_rank])
+    group = dist.group.WORLD
+    if seat.data_size > 1:
+        starts = range(0, seat.world_size, seat.size)
+        groups = [dist.new_group(list(range(first, first + seat.size))) for first in starts]
+        group = groups[seat.data_rank]
+    return with_peers(Mesh(seat.rank, seat.size, group), width, dtype, device)
+
+
+def abandon(mesh: Mesh) -> None:
+    """Let steps end that wait for a lost rank, from any thread; what they make means nothing."""
+    if mesh.peers is not None:
+        mesh.peers.abandon()
+    # Gloo notices by itself.
+    if mesh.group is not None and dist.get_backend(mesh.group) == "nccl":
+        _abort(mesh.group)
 
 
 def leave() -> None:
-    """Let go of the group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Let go of the group, if there is one; the other ranks may have gone already."""
+    if not dist.is_initialized():
+        return
+    thread = threading.Thread(target=_leave, name="leaving", daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_LEAVE)
+    if thread.is_alive():
+        logger.warning("the group of ranks has not ended within %g s", SECONDS_TO_LEAVE)
+
+
+def _leave() -> None:
+    if dist.get_backend() == "nccl":
+        _abort(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    """End what is under way. This waits for graphs that hold NCCL's kernels to be let go."""
+    assert group is not None
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.warning("the group of ranks could not be ended: %s", error)

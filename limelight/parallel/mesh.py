@@ -1,17 +1,23 @@
 """Which part of the model this rank holds. A world of one needs no process group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+
+from limelight.ops.boundary import Peers
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the `size` ranks that share each layer (tensor parallelism)."""
+    """This rank's place among the `size` ranks that share each layer (tensor parallelism).
+
+    With `peers` a sum over the ranks of a few rows is left to the norm that follows it.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
 
     @classmethod
     def single(cls) -> "Mesh":
@@ -22,6 +28,14 @@ class Mesh:
     def slice_of(cls, size: int) -> "Mesh":
         """One rank of `size` without the others: for measurements, its results are partial."""
         return cls(size=size)
+
+    def leaves(self, rows: int) -> bool:
+        """Whether the sum of so many rows is left to the norm behind it."""
+        return self.peers is not None and self.peers.fits(rows)
+
+    def without_peers(self) -> "Mesh":
+        """For layers behind which there is no such norm."""
+        return replace(self, peers=None)
 
     def shard(self, total: int, *, what: str) -> slice:
         """This rank's equal share of `total` things; `ValueError` if they cannot be divided."""

@@ -10,7 +10,6 @@ are.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,10 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from limelight.checkpoint import read_json
 from limelight.ops.fp4 import BLOCK, FP4, Weight
-from limelight.quant.stored import Stored
+from limelight.quant.stored import Stored, as_stored
 
 INDEX = "model.safetensors.index.json"
-FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
 # The codes, and the global scale; whether that divides.
 SPELLINGS = (
     (".weight", ".weight_scale_2", False),
@@ -95,6 +93,10 @@ class Raw:
     name: str
 
     @property
+    def file(self) -> Path:
+        return self.shard.file
+
+    @property
     def dtype(self) -> str:
         return self.shard.shapes[self.name][0]
 
@@ -125,7 +127,7 @@ def find_tensors(folder: Path) -> list[Stored]:
                 raise ValueError(f"{raw} is in {raws[name].shard.file} too")
             raws[name] = raw
     packed = list(_take_packed(raws))
-    plain = [stored for raw in raws.values() for stored in _plain(raw)]
+    plain = [stored for raw in raws.values() for stored in as_stored(raw)]
     return packed + plain
 
 
@@ -177,30 +179,3 @@ def _packed(stem: str, codes: Raw, scales: Raw, whole: Raw, *, divides: bool) ->
 
     file, target = codes.shard.file, f"{stem}.weight"
     return Stored(file, codes.name, target, "NVFP4", (rows, columns), copy)
-
-
-def _plain(raw: Raw) -> Iterator[Stored]:
-    """The tensor; of gate and up in one, both."""
-    match = FUSED.fullmatch(raw.name)
-    names = ["gate_proj", "up_proj"] if match and match["kind"] == "gate_up_proj" else ["down_proj"]
-    if match is None or len(raw.shape) != 3 or raw.shape[1] % len(names):
-        yield _part(raw, raw.name, tuple(slice(0, size) for size in raw.shape))
-        return
-    count, rows, columns = raw.shape
-    size = rows // len(names)
-    for i, name in enumerate(names):
-        part = (slice(0, count), slice(i * size, (i + 1) * size), slice(0, columns))
-        yield _part(raw, f"{match['experts']}.{name}.weight", part)
-
-
-def _part(raw: Raw, target: str, part: tuple[slice, ...]) -> Stored:
-    def copy(into: Weight, take: tuple[slice, ...]) -> None:
-        assert isinstance(into, torch.Tensor)
-        inner = tuple(
-            slice(outer.start + t.start, outer.start + t.stop)
-            for outer, t in zip(part, take, strict=True)
-        )
-        into.copy_(raw.read(inner))
-
-    shape = tuple(one.stop - one.start for one in part)
-    return Stored(raw.shard.file, raw.name, target, raw.dtype, shape, copy)

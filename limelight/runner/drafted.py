@@ -114,6 +114,10 @@ class DraftedSteps:
         )  # fmt: skip
         return self.graphs
 
+    def drop_graphs(self) -> None:
+        """Make all steps without graphs, until they are captured again."""
+        self.graphs = self.prompt_graphs = self.pass_graphs = None
+
     def extent_of_graph(self, rows: int) -> Extent:
         """All that a graph of so many rows must be ready for, in which all decode."""
         seqs = min(rows, self.max_num_seqs + MOST_PADDING)

@@ -58,7 +58,8 @@ class Graphs(Generic[Inputs, Outcome]):
                 step(inputs)
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
+                # Other threads may ask the device meanwhile, as that of NCCL does.
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self.outcomes[size] = step(inputs)
                 self.pool = graph.pool()
                 self.graphs[size] = graph

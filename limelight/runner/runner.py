@@ -19,6 +19,7 @@ from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
+from limelight.parallel.sampling import sample_shares
 from limelight.progress import Progress
 from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
@@ -43,6 +44,10 @@ from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
     import xgrammar
+
+# Of fewer rows a GPU gathers all logits sooner than ranks tell each other what they have of them.
+# Not measured yet.
+LEAST_SHARED_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -98,6 +103,8 @@ class ModelRunner:
             logprobs_mode=logprobs_mode,
         )
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
+        # The same for many rows without cut-offs, whose logits several ranks need not gather.
+        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
         self.experts = DividedLayers(model, self.device)
@@ -177,11 +184,12 @@ class ModelRunner:
         launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
         if not sampling:
             return launched
-        logits_RV = self.model.logits(hidden_TD[tensors.samples_R])
+        hidden_RD = hidden_TD[tensors.samples_R]
         if on_device:
             cuts = any(rule.truncated for rule in rules)
-            launched.judged = self._draw(logits_RV, tensors, cuts=cuts)
+            launched.judged = self._draw(hidden_RD, tensors, cuts=cuts)
             return launched
+        logits_RV = self.model.logits(hidden_RD)
         slots = [grant.slot for grant in sampling]
         runs = [Run([])] * len(slots)
         if self.sampler.chooses:
@@ -219,6 +227,19 @@ class ModelRunner:
                 self.decode, lambda count: self._send((count,) * 3, [], []),
                 graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
             )  # fmt: skip
+            sizes = [size for size in self.graphs.sizes if self._shares(size)]
+            if sizes:
+                self.sharing_graphs = Graphs(
+                    lambda tensors: self.decode(tensors, cuts=False),
+                    lambda count: self._send((count,) * 3, [], []),
+                    sizes, progress, name="graphs without cut-offs", beside=self.graphs,
+                )  # fmt: skip
+
+    def forget_device(self) -> None:
+        """Let go of graphs, and of what is kept beside the cache: memory is about to change."""
+        self.drop_graphs()
+        for kept in self.kept or ():
+            kept.stop()
 
     def drafted_sizes(self, *, prompts: bool) -> list[int]:
         """Rows of the graphs of steps with drafts; none without graphs."""
@@ -227,6 +248,12 @@ class ModelRunner:
             return []
         graphs = drafted.prompt_graphs if prompts else drafted.graphs
         return [] if graphs is None else graphs.sizes
+
+    def drop_graphs(self) -> None:
+        """Let go of all graphs, and of what they hold on to."""
+        self.graphs = self.sharing_graphs = self.prompt_graphs = None
+        if self.drafted is not None:
+            self.drafted.drop_graphs()
 
     def pretend(self, length: int) -> None:
         """Let every slot's sequence have so many tokens in the cache, for a step that is timed."""
@@ -239,16 +266,16 @@ class ModelRunner:
         self.sampler.rules.clear()
         self.experts.forget()
 
-    def decode(self, tensors: StepTensors) -> Judged:
+    def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self.model.logits(self._run(tensors, batch)), tensors, cuts=True)
+        return self._draw(self._run(tensors, batch), tensors, cuts=cuts)
 
     def read(self, tensors: StepTensors) -> Judged:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
-        return self._draw(self.model.logits(hidden_TD[tensors.samples_R]), tensors, cuts=True)
+        return self._draw(hidden_TD[tensors.samples_R], tensors, cuts=True)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
@@ -289,7 +316,7 @@ class ModelRunner:
             decodes, rows = plan.together.decodes, plan.together.graph
         elif self._fits_a_graph(grants):
             rows = self.graph_size(plan.num_tokens, decodes=decodes)
-        graphs = self.graphs if decodes else self.prompt_graphs
+        graphs = self._graphs_of(sampling) if decodes else self.prompt_graphs
         if graphs is None or rows is None:
             return None
         size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
@@ -302,6 +329,13 @@ class ModelRunner:
             return False
         prompts = prompts_of(grants, sum(grant.num_tokens for grant in grants))
         return not gains_nothing_by_a_graph(prompts, self.storage)
+
+    def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
+        """Those of steps in which all decode."""
+        if self.sharing_graphs is None or not self._shares(len(sampling)):
+            return self.graphs
+        cuts = any(self.sampler.rules[grant.slot].truncated for grant in sampling)
+        return self.graphs if cuts else self.sharing_graphs
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
@@ -366,13 +400,23 @@ class ModelRunner:
         prompts = prompts_of(grants, len(tensors.tokens_T))
         return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
 
-    def _draw(self, logits_RV: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
+    def _draw(self, hidden_RD: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
         """Each row's token, kept as the last of its slot, and its best logit."""
         into = (self.last_tokens, tensors.sample_slots_R)
         numbers = (tensors.temperature_R, tensors.uniform_R)
+        if not cuts and self._shares(len(hidden_RD)):
+            logits_RS, first = self.model.logit_share(hidden_RD), self.model.head.first
+            token_R, best_R = sample_shares(logits_RS, *numbers, self.mesh, first=first, into=into)
+            return Judged(token_R[:, None], best_R)
+        logits_RV = self.model.logits(hidden_RD)
         cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
         token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
         return Judged(token_R[:, None], best_R)
+
+    def _shares(self, rows: int) -> bool:
+        """Whether so many rows without cut-offs are drawn without gathering their logits."""
+        least = 1 if self.device.type == "cpu" else LEAST_SHARED_ROWS
+        return self.mesh.group is not None and rows >= least
 
     def _batch(
         self,

@@ -22,6 +22,7 @@ from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
 from limelight.server.anthropic import Told
+from limelight.server.control import ControlRoutes
 from limelight.server.http import Call, read_body, until_gone
 from limelight.server.lifecycle import Life
 from limelight.server.middleware import Exchange, Keys
@@ -47,18 +48,23 @@ def create_app(
     model: str,
     defaults: dict[str, float | int] | None = None,
     form: AnswerForm | None = None,
+    engine: EngineConfig | None = None,
 ) -> Starlette:
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
     `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
-    `form` is that of its answers, if the config names a parser.
+    `form` is that of its answers, if the config names a parser; `engine` is told to trainers.
     """
-    if not all(config.api_key or ()):
+    if not all((*(config.api_key or ()), *(config.admin_api_key or ()))):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
     reader = Reader(names, config, defaults or {})
     service = Service(client, Prompts(tokenizer, template), reader, config, form)
-    routes = _routes(service)
+    routes, admin = _routes(service), frozenset[str]()
+    if config.enable_rl:
+        control = ControlRoutes(client, service.lifecycle, engine or EngineConfig(), config)
+        routes += (added := control.routes())
+        admin = frozenset(route.path for route in added)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
     middleware = [
@@ -67,8 +73,9 @@ def create_app(
             shapes=dict.fromkeys(MESSAGES, Told),
         )
     ]  # fmt: skip
-    if config.api_key:
-        middleware.append(Middleware(Keys, keys=config.api_key))
+    if config.api_key or config.admin_api_key:
+        keys = {"keys": config.api_key or [], "admin_keys": config.admin_api_key or []}
+        middleware.append(Middleware(Keys, **keys, admin_paths=admin))
     if config.allowed_origins:
         # Around all else: errors need the headers too, and a preflight brings no key.
         middleware.insert(0, _cors(config.allowed_origins))
@@ -120,7 +127,8 @@ def _routes(service: Service) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         status = client.status
-        phase = "draining" if lifecycle.draining else status.phase
+        phase = "paused" if client.state.refusal is not None else status.phase
+        phase = "draining" if lifecycle.draining else phase
         content = {"ready": lifecycle.is_ready, "phase": phase, "percent": status.percent}
         return JSONResponse(content, status_code=200 if lifecycle.is_ready else 503)
 
@@ -129,6 +137,10 @@ def _routes(service: Service) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def finish_session(request: Request) -> Response:
+        # Nothing is kept for a session: X-Session-ID alone says where its requests go.
+        return JSONResponse({"status": "finished"})
 
     async def models(request: Request) -> Response:
         lifecycle.admit()
@@ -142,12 +154,16 @@ def _routes(service: Service) -> list[Route]:
         "/v1/responses": service.response,
         MESSAGES[0]: service.message,
         MESSAGES[1]: service.count_tokens,
+        "/inference/v1/generate": service.generate,
+        "/skyrl/v1/generate": service.generate,
+        "/v1/chat/completions/render": service.render,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
     }
     return [
         Route("/", Page(), methods=["GET"]),
         *(Route(path, Post(service, answer), methods=["POST"]) for path, answer in posts.items()),
+        Route("/finish_session", finish_session, methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", health),
         Route("/ready", ready),
@@ -181,6 +197,8 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     The port is taken before anything is loaded. Raises `ValueError` for a taken port, a missing
     model, or a broken tokenizer or template.
     """
+    if engine_config.weight_transfer_config is not None and not server_config.enable_rl:
+        raise ValueError("--weight-transfer-config needs --enable-rl, which lets trainers in")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s server: %(message)s")
     sock = listen(server_config.host, server_config.port)
     with sock:
@@ -196,7 +214,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             )  # fmt: skip
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
-                model=model, defaults=texts.defaults, form=texts.form,
+                model=model, defaults=texts.defaults, form=texts.form, engine=engine_config,
             )  # fmt: skip
             life = Life(
                 client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout

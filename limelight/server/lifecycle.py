@@ -42,8 +42,8 @@ class Lifecycle:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken now."""
-        status = self.client.status
-        return status.phase == "ready" and status.healthy and not self.draining
+        status, takes = self.client.status, self.client.state.refusal is None
+        return status.phase == "ready" and status.healthy and takes and not self.draining
 
     def admit(self):
         """`Refused` (503) unless requests are taken; a stuck engine may come back, so it counts."""
@@ -58,6 +58,12 @@ class Lifecycle:
             return
         self.metrics.rejected(reason).inc()
         raise Refused(503, text, code=f"server_{reason}", retry_after=int(after))
+
+    def admit_generation(self):
+        """`Refused` (503) while the engine sleeps, is paused, or has no whole weights."""
+        if (why := self.client.state.refusal) is not None:
+            self.metrics.rejected("paused").inc()
+            raise Refused(503, why, code="engine_paused", retry_after=1)
 
     @contextmanager
     def open_request(self) -> Iterator[None]:

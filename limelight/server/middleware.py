@@ -26,11 +26,19 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class Keys:
-    """Lets in only requests with one of the keys, but for preflights and the open paths."""
+    """Lets in only requests with one of the keys, but for preflights and the open paths.
 
-    def __init__(self, app: ASGIApp, *, keys: list[str]):
-        self.app = app
-        self.digests = [sha256(key.encode()).digest() for key in keys]
+    Where there are `admin_keys`, `admin_paths` need one of them; without `keys` the others need
+    none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: list[str], admin_keys: list[str], admin_paths: frozenset[str]
+    ):
+        self.app, self.admin_paths = app, admin_paths
+        self.digests, self.admin_digests = (
+            [sha256(key.encode()).digest() for key in each] for each in (keys, admin_keys)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
         if scope["type"] == "http" and not self._admits(scope):
@@ -43,13 +51,18 @@ class Keys:
     def _admits(self, scope: Scope) -> bool:
         if scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
             return True
+        digests = self.digests
+        if self.admin_digests and scope["path"] in self.admin_paths:
+            digests = self.admin_digests
+        if not digests:
+            return True
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Anthropic's clients have a header of their own.
         bearer = key.strip() if scheme.lower() == "bearer" else ""
         given = [sha256(key.encode()).digest() for key in (bearer, headers.get("x-api-key", ""))]
         # All keys are compared, in constant time each, so that timing tells nothing.
-        matches = [hmac.compare_digest(one, other) for one in given for other in self.digests]
+        matches = [hmac.compare_digest(one, other) for one in given for other in digests]
         return any(matches)
 
 

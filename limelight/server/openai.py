@@ -188,6 +188,29 @@ class Reader:
             echo=bool(own.echo),
         )
 
+    def token_question(
+        self, shared: SharedFields, token_ids: list[int], *, logprobs: int | None, id: str
+    ) -> Question:
+        """Token ids to go on from, without `max_tokens` as far as the model reaches."""
+        self._check(shared)
+        self._check_logprobs("logprobs", logprobs)
+        least = 0 if shared.prompt_logprobs is not None else 1
+        check_max_tokens("max_tokens", shared.max_tokens, least)
+        with renamed({"prompt": "token_ids"}):
+            return Question(
+                kind="completion",
+                api="other",
+                id=id,
+                model=self.names[0],
+                shared=shared,
+                source=[token_ids],
+                params=self._params(shared, shared.max_tokens, logprobs, shared.prompt_logprobs),
+                logprobs=logprobs,
+                include_usage=False,
+                budget=_budget(shared),
+                field_names={"prompt": "token_ids"},
+            )
+
     def _check(self, shared: SharedFields):
         self.check_model(shared.model)
         self._check_logprobs("prompt_logprobs", shared.prompt_logprobs)

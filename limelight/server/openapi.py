@@ -11,6 +11,7 @@ from limelight.server.bodies import (
     SharedFields,
     TokenizeFields,
 )
+from limelight.server.generate import GenerateFields
 from limelight.server.messages import ConversationFields
 from limelight.server.responses import ResponseFields
 
@@ -19,7 +20,10 @@ JSON = dict[str, object]
 # The fields of each body, in structs that are read one after another.
 BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/v1/chat/completions": (SharedFields, ChatFields, ConversationFields),
+    "/v1/chat/completions/render": (SharedFields, ChatFields, ConversationFields),
     "/v1/completions": (SharedFields, CompletionFields),
+    "/inference/v1/generate": (GenerateFields,),
+    "/skyrl/v1/generate": (GenerateFields,),
     "/v1/responses": (SharedFields, ResponseFields),
     "/v1/messages": (SharedFields, MessageFields),
     "/v1/messages/count_tokens": (SharedFields, MessageFields),
@@ -36,7 +40,10 @@ UNUSED: dict[str, tuple[str, ...]] = {
 UNUSED["/v1/messages/count_tokens"] = UNUSED["/v1/messages"]
 NEEDED = {
     "/v1/chat/completions": ["messages"],
+    "/v1/chat/completions/render": ["messages"],
     "/v1/completions": ["prompt"],
+    "/inference/v1/generate": ["token_ids"],
+    "/skyrl/v1/generate": ["token_ids"],
     "/v1/responses": ["input"],
     "/v1/messages": ["max_tokens", "messages"],
     "/v1/messages/count_tokens": ["messages"],
@@ -67,6 +74,7 @@ def describe() -> JSON:
     )
     of_bodies = {struct: schemas.pop(struct.__name__) for struct in structs}
     paths: JSON = {path: {"get": _operation(path, media)} for path, media in READS.items()}
+    paths["/finish_session"] = {"post": _operation("/finish_session", "application/json")}
     for path, fields in BODIES.items():
         properties: JSON = {}
         for struct in fields:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
 from limelight.server.anthropic_answer import MessageAnswer
 from limelight.server.bodies import DetokenizeFields, TokenizeFields, decode
+from limelight.server.generate import GenerateAnswer, read_generate
 from limelight.server.generation import Generation, Place, Queue
 from limelight.server.http import Call, refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
@@ -88,6 +90,26 @@ class Service:
     async def completion(self, call: Call, send: Send):
         """/v1/completions"""
         await self.ask(self.reader.completion(call.body, call.id), call, send)
+
+    async def generate(self, call: Call, send: Send):
+        """/inference/v1/generate"""
+        await self.ask(read_generate(self.reader, call.body, call.id), call, send, GenerateAnswer)
+
+    async def render(self, call: Call, send: Send):
+        """/v1/chat/completions/render: the prompt of a chat, as `generate` takes it."""
+        question = self.reader.chat(call.body, call.id)
+        [prompt] = await self._in_thread(
+            len(call.body), self.prompts.read, question.source,
+            add_special_tokens=question.add_special_tokens,
+        )  # fmt: skip
+        params = asdict(question.params)
+        del params["structured_outputs"]
+        answer = {
+            "request_id": question.id, "model": question.model, "token_ids": prompt.token_ids,
+            "sampling_params": params, "cache_salt": question.shared.cache_salt,
+            "priority": question.shared.priority, "features": None,
+        }  # fmt: skip
+        await send_json(send, answer)
 
     async def response(self, call: Call, send: Send):
         """/v1/responses"""
@@ -161,6 +183,7 @@ class Service:
         self, question: Question, call: Call, send: Send, make_teller: MakeTeller | None = None
     ):
         """Answer a question that came in a call, told as one of the APIs does."""
+        self.lifecycle.admit_generation()
         with Place(self.queue, question.num_sequences) as place:
             prepared = await self._in_thread(
                 len(call.body),

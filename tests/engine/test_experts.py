@@ -41,13 +41,20 @@ def test_a_rank_of_four_plans_for_a_quarter_of_the_experts_and_not_of_their_widt
 
 def test_one_rank_alone_holds_all_experts_as_ever():
     assert expert_mesh(nano(), resolve(nano()), Seat()) is None
-    assert expert_mesh(replace(nano(), enable_expert_parallel=False), None, FOUR) is None
+    without = replace(nano(), enable_expert_parallel=False)
+    assert expert_mesh(without, None, FOUR) is None
+    for given in ({"num_redundant_experts": 1}, {"expert_dispatch_dtype": "fp8"}):
+        flag = next(iter(given)).replace("_", "-")
+        with pytest.raises(ValueError, match=f"--{flag} has a meaning with --enable-expert"):
+            expert_mesh(replace(without, **given), None, FOUR)
 
 
 def test_what_a_graph_cannot_hold_is_refused_with_what_would_do():
     on_gpu = replace(resolve(nano()), device=torch.device("cuda"))
     with pytest.raises(ValueError, match="all2all_pipelined counts rows .* --enforce-eager"):
         expert_mesh(nano(moe_backend="all2all_pipelined"), on_gpu, FOUR)
+    with pytest.raises(ValueError, match="--weight-transfer-config .* not supported yet"):
+        expert_mesh(nano(weight_transfer_config={"backend": "nccl"}), on_gpu, FOUR)
     with pytest.raises(ValueError, match="drafts .* --enforce-eager"):
         expert_mesh(nano(), on_gpu, FOUR)
     assert expert_mesh(nano(enforce_eager=True), on_gpu, FOUR).size == 4

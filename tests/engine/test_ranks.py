@@ -1,6 +1,7 @@
 """A model divided among processes: the same answers as in one, and one end for all."""
 
 import asyncio
+import inspect
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from drafters import write_drafter
 from test_client import alive, collect, fault_of, gone, until
 from test_constraints import Small
 from tiny import prompts, request, run, start, write_checkpoint
@@ -17,6 +19,7 @@ from limelight.config import EngineConfig
 from limelight.engine import ranks
 from limelight.engine.client import EngineClient, EngineDead
 from limelight.engine.startup import plan_memory, resolve
+from limelight.parallel import group
 from limelight.parallel.group import open_store
 from limelight.types import DeviceLost, RoutedExperts
 
@@ -70,7 +73,11 @@ def answers_of(folder: Path, size: int, kv_heads: int, *, tokens: int = 60) -> t
         again = [request(one.prompt_token_ids) for one in asked[:3]]
         # Of 1, 7 and 150 tokens at once, and all to the same experts.
         again += [request(text) for text in [*prompts(1, 7, 150), [5] * 60, [5] * 61]]
-        return answers + run(engine, again), engine.stats()
+        answers += run(engine, again)
+        # Those that the ranks draw without gathering logits.
+        drawn = [request(one.prompt_token_ids, logprobs=None, temperature=t, seed=5)
+                 for one, t in zip(asked, (0.0, 0.7, 1.0), strict=False)]  # fmt: skip
+        return answers + run(engine, drawn), engine.stats()
     finally:
         engine.close()
 
@@ -118,6 +125,71 @@ def test_four_ranks_share_two_kv_heads(tmp_path, family):
     write(tmp_path, family, **FOUR)
     expected, answers = (answers_of(tmp_path, size, 2, tokens=6)[0] for size in (1, 4))
     assert_near(answers, expected)
+
+
+OTHER = """
+import sys
+import limelight
+from limelight.engine import worker
+{change}
+sys.exit(worker.main())
+"""
+
+
+def with_peers(mesh, size, dtype, device):
+    """As if these ranks had memory in common, which no kernel then reads on a CPU."""
+    from dataclasses import replace
+
+    import torch
+
+    from limelight.ops.boundary import Peers
+
+    return replace(mesh, peers=Peers.of(mesh.rank, size, dtype, torch.zeros(mesh.size).long()))
+
+
+@pytest.mark.parametrize("family", ["flint", pytest.param("beam", marks=pytest.mark.slow)])
+def test_sums_that_are_left_to_the_norms_come_to_the_same(tmp_path, monkeypatch, family):
+    """As on GPUs, where a kernel makes them; also where a drafter reads the stream between."""
+    folder = write(tmp_path / "target", family)
+    write_drafter(tmp_path / "drafter")
+    spec = {"model": str(tmp_path / "drafter"), "num_speculative_tokens": 3}
+
+    def answers(size: int) -> list[list[int]]:
+        engine = start(
+            folder, tensor_parallel_size=size, speculative_config=spec, max_num_batched_tokens=50,
+            max_model_len=64,
+        )  # fmt: skip
+        try:
+            assert size == 1 or engine.runner.runner.mesh.leaves(1)
+            return [one.token_ids for one in run(engine, [request(p) for p in prompts(40, 3)])]
+        finally:
+            engine.close()
+
+    expected = answers(1)
+    change = f"{inspect.getsource(with_peers)}\nimport limelight.parallel.group as group\n"
+    text = OTHER.format(change=change + "group.with_peers = with_peers")
+    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", text))
+    monkeypatch.setattr(group, "with_peers", with_peers)
+    assert answers(2) == expected
+
+
+@pytest.mark.slow
+def test_uneven_prompts_and_one_expert_for_all_are_only_slower(tmp_path):
+    write(tmp_path, "flint", max_position_embeddings=1024)
+
+    def answers(size: int) -> list:
+        engine = start(
+            tmp_path, tensor_parallel_size=size, max_num_seqs=64, max_num_batched_tokens=256,
+            max_model_len=1024, kv_cache_memory_bytes=2**25,
+        )  # fmt: skip
+        try:
+            uneven = run(engine, [request(prompt) for prompt in prompts(1, 7, 700)])
+            alike = [request([i % 97] * 30, max_tokens=4) for i in range(64)]
+            return uneven + run(engine, alike)
+        finally:
+            engine.close()
+
+    assert_near(answers(2), answers(1))
 
 
 def constrained(**changes: object) -> list[list[int]]:
@@ -177,15 +249,6 @@ def test_each_rank_plans_for_its_share():
     assert 4 * share["routed experts"] == every["routed experts"]
     assert 2 * part.block.nbytes == whole.block.nbytes  # two KV heads, each on two ranks
     assert part.usable < whole.usable / 3
-
-
-OTHER = """
-import sys
-import limelight
-from limelight.engine import worker
-{change}
-sys.exit(worker.main())
-"""
 
 
 @pytest.mark.parametrize(
@@ -307,11 +370,13 @@ def test_requests_that_come_one_by_one_and_leave_never_wait_long(folder):
         await client.start()
         try:
             await asyncio.wait_for(client.wait_ready(), 60)
-            for i in range(30):
+            for i in range(200):
+                # One gets as far as a sequence can.
                 count = 127 - 3 if i == 20 else rng.randint(1, 5)
                 leave = 1 if i % 10 == 9 and count > 1 else None
                 one = request([i % 97, 3, 4], max_tokens=count)
-                told = await asyncio.wait_for(collect(client, one, leave_after=leave), 5)
+                within = 60 if i == 20 else 5
+                told = await asyncio.wait_for(collect(client, one, leave_after=leave), within)
                 assert leave or told[1] == "length" and len(told[0]) == count
                 await asyncio.sleep(rng.random() * 0.05)
             await until(lambda: client.stats.running == 0 and client.stats.cache_usage == 0.0)

@@ -77,6 +77,35 @@ def test_requests_spread_over_engines_and_get_what_one_gives(folder):
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_uneven_and_lonely_requests_get_what_one_engine_gives_and_never_wait_long(folder):
+    async def main():
+        uneven = [request(p, max_tokens=8) for p in prompts(1, 7, 400)]
+        alike = [request([i % 97] * 30, max_tokens=4) for i in range(64)]
+        async with started(folder, count=1) as front:
+            alone = [await text(front, one) for one in uneven + alike]
+        async with started(folder, count=2) as front:
+            found = await asyncio.gather(*(text(front, one) for one in uneven))
+            found += await asyncio.gather(*(text(front, one) for one in alike))
+            assert found == alone
+            assert all(stats.step_tokens > 0 for stats in front.stats)
+            # One as far as a sequence can, while the other engine idles; and one that leaves.
+            longest = asyncio.create_task(text(front, request([3], max_tokens=510)))
+            for i in range(200):
+                count = 1 + i % 5
+                told = asyncio.wait_for(text(front, request([i % 97, 4], max_tokens=count)), 5)
+                assert len(await told) == count
+                await asyncio.sleep(0.05 * (i % 7) / 7)
+            assert len(await asyncio.wait_for(longest, 60)) == 510
+            gone = asyncio.create_task(text(front, request([5, 6], max_tokens=400)))
+            await asyncio.sleep(0.2)
+            gone.cancel()
+            await until(lambda: all(stats.running == 0 for stats in front.stats), seconds=5)
+            assert len(await asyncio.wait_for(text(front, for_one(0)), 5)) == 5
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_is_killed_is_started_anew_and_the_other_serves_on(folder):
     async def main():
         async with started(folder, count=2, restarts=1) as front:

@@ -6,10 +6,10 @@ from ahead import Case, meta
 from fp4s import decoded, meta_fp4, random_fp4
 from near import PLACES, assert_near
 
-from limelight.ops.combine import combine
 from limelight.ops.expert_pairs import expert_pairs, unpack_once
 from limelight.ops.experts import moe_reference
 from limelight.ops.fp4 import Unpacked
+from limelight.ops.placed_sum import placed_sum
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 # Rows, channels, experts, chosen, inner channels, FP32 SwiGLU, scale.
@@ -32,7 +32,7 @@ def compile_cases() -> list[Case]:
         for name, weights in [("bf16", plain), ("fp4", packed)]
     ]
     for dtype in (torch.bfloat16, torch.float32):
-        sums = lambda d=dtype: combine.kernel(  # noqa: E731
+        sums = lambda d=dtype: placed_sum.kernel(  # noqa: E731
             meta(4096, 5120), meta(512, 8, **int64), meta(512, 8, **fp32), None, dtype=d
         )
         found.append(Case(f"sums {dtype}", sums, decode=True))
@@ -72,7 +72,7 @@ def test_experts_in_two_halves_give_what_all_give_at_once(case, place, packed):
         outputs.append(expert_pairs.kernel(rows_PD, *part, ids_P, fp32=fp32))
         at_TN = torch.arange(ids_TN.numel(), device=ids_TN.device).view(ids_TN.shape)
         places_TN = torch.where(mine_TN, at_TN + (len(outputs) - 1) * ids_TN.numel(), places_TN)
-    found = combine.kernel(
+    found = placed_sum.kernel(
         torch.cat(outputs), places_TN, weights_TN, None, scale=scale, dtype=place[1]
     )
     expected = moe_reference(
@@ -101,7 +101,7 @@ def test_what_another_rank_has_is_left_out_of_a_sum(place):
     out_PD[5] = float("nan")
     places_TN = torch.tensor([[4, -1], [-1, -1], [0, 3]], device=device)
     weights_TN = torch.tensor([[0.5, 9.0], [1.0, 1.0], [0.25, 0.5]], device=device)
-    for run in (combine.kernel, combine.reference):
+    for run in (placed_sum.kernel, placed_sum.reference):
         sums = run(out_PD, places_TN, weights_TN, None, dtype=torch.float32)
         assert sums.dtype == torch.float32
         assert sums.tolist() == [[1.0] * 40, [0.0] * 40, [1.5] * 40]
@@ -112,7 +112,7 @@ def test_the_reference_of_pairs_is_that_of_all_experts_at_once():
     count = ids_TN.shape[1]
     rows_PD = y_TD.repeat_interleave(count, dim=0)
     out_PD = expert_pairs(rows_PD, *held, ids_TN.flatten(), fp32=False)
-    found = combine(out_PD, None, weights_TN, None, dtype=torch.float32)
+    found = placed_sum(out_PD, None, weights_TN, None, dtype=torch.float32)
     expected = moe_reference(y_TD, *held, weights_TN, ids_TN, None, None, fp32=False)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     nothing = expert_pairs(rows_PD[:0], *held, ids_TN.flatten()[:0], fp32=False)

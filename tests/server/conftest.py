@@ -33,11 +33,18 @@ def make_api(tokenizer: Tokenizer, template: ChatTemplate):
     """Builds an `Api` around an engine; config fields by keyword."""
 
     def make(
-        engine: FakeEngine | None = None, *, defaults=None, texts=True, form=None, **config
+        engine: FakeEngine | None = None,
+        *,
+        defaults=None,
+        texts=True,
+        form=None,
+        engine_config=None,
+        **config,
     ) -> Api:
         app = create_app(
             engine or FakeEngine(), tokenizer if texts else None, template if texts else None,
             ServerConfig(**config), model=MODEL, defaults=defaults, form=form,
+            engine=engine_config,
         )  # fmt: skip
         return Api(app)
 

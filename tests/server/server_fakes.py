@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from limelight.config import ServerConfig
-from limelight.engine.client import EngineDead, EngineStatus
+from limelight.engine.client import EngineDead, EngineStatus, OrderFailed
+from limelight.orders import EngineState, Order
 from limelight.server.app import create_app
 from limelight.server.lifecycle import Life
 from limelight.server.startup import address, listen
@@ -88,6 +89,17 @@ class FakeEngine:
     stats: tuple[EngineStats, ...] = (
         EngineStats(running=3, waiting=2, cache_usage=0.25, steps=7, step_tokens=9),
     )
+
+    state: EngineState = EngineState()
+    orders: list[Order] = field(default_factory=list)
+    results: list[dict[str, object]] = field(default_factory=lambda: [{}])
+    order_fault: OrderFailed | None = None
+
+    async def order(self, order: Order) -> list[dict[str, object]]:
+        self.orders.append(order)
+        if self.order_fault is not None:
+            raise self.order_fault
+        return self.results
 
     @property
     def info(self) -> ModelInfo:

@@ -91,12 +91,21 @@ MESSAGES = {
     "stop_sequences": ["x"], "thinking": {"type": "enabled", "budget_tokens": 5},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": PARAMETERS}},
 }  # fmt: skip
+GENERATE = {
+    "model": MODEL, "token_ids": [5, 6, 7], "cache_salt": "salt", "priority": 1, "stream": False,
+    "sampling_params": {"temperature": 0.7, "top_k": -1, "n": 2, "logprobs": 1, "max_tokens": 5,
+                        "prompt_logprobs": 1, "output_kind": 2, "stop": ["x"], "min_tokens": 1},
+    "return_sample_support": False,
+}  # fmt: skip
 VALID = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {
         **SAMPLING, "prompt": ["Once", "Twice"], "max_tokens": 9, "logprobs": 2, "echo": True,
         "prompt_logprobs": 1, "structured_outputs": {"regex": "[a-z]+"},
     },
+    "/v1/chat/completions/render": CHAT,
+    "/inference/v1/generate": GENERATE,
+    "/skyrl/v1/generate": GENERATE,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
