@@ -181,7 +181,7 @@ class EngineConfig:
         aliases=("-ep",),
     )  # fmt: skip
     moe_backend: MoeBackend = setting(
-        "auto", "how rows reach experts on other ranks: all everywhere, which CUDA graphs can hold, "
+        "auto", "how rows reach experts on other ranks: all everywhere, which graphs can hold, "
         "each where its experts are, or that in chunks; auto: by the number of rows",
     )  # fmt: skip
     expert_dispatch_dtype: Literal["auto", "fp8"] = setting(
