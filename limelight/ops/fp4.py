@@ -207,27 +207,32 @@ def block_scale(scale):
     return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+# Codes j and j + 4 of a word are a pair of BF16, times 2^-126: three bits of the word moved, the
+# sign of words that have no others. Each is multiplied by the scale times 2^118, BF16, twice in $9.
+DECODED_PAIRS = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, e, o, m, z;
+    mov.b32 z, 0x80008000; mov.b32 m, 0x01C001C0;
+    and.b32 e, $8, 0x08080808; and.b32 o, $8, 0x80808080;
+    shl.b32 a, e, 12; shl.b32 b, $8, 6; lop3.b32 b, b, a, m, 0xE4;
+    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$0, $4}, b;
+    shl.b32 a, o, 8; shl.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
+    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$1, $5}, b;
+    shl.b32 a, e, 4; shr.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
+    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$2, $6}, b;
+    shr.b32 b, $8, 6; lop3.b32 b, b, o, m, 0xE4;
+    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$3, $7}, b;
+    }
+    """
+)
+
+
 @triton.jit
 def _scaled(word, pair):
-    """The 8 weights of each int32, BF16 [..., 8]; `pair` is the scale times 2^118, BF16, twice."""
-    # Codes j and j + 4 are a pair of BF16, times 2^-126: three bits of the word moved, the sign of
-    # words that have no others.
+    """The 8 weights of each int32, BF16 [..., 8], by DECODED_PAIRS."""
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, e, o, m, z;
-        mov.b32 z, 0x80008000; mov.b32 m, 0x01C001C0;
-        and.b32 e, $8, 0x08080808; and.b32 o, $8, 0x80808080;
-        shl.b32 a, e, 12; shl.b32 b, $8, 6; lop3.b32 b, b, a, m, 0xE4;
-        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$0, $4}, b;
-        shl.b32 a, o, 8; shl.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
-        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$1, $5}, b;
-        shl.b32 a, e, 4; shr.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
-        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$2, $6}, b;
-        shr.b32 b, $8, 6; lop3.b32 b, b, o, m, 0xE4;
-        fma.rn.bf16x2 b, b, $9, z; mov.b32 {$3, $7}, b;
-        }
-        """,
+        DECODED_PAIRS,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [word, pair],
         (tl.bfloat16,) * 8,

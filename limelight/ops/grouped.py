@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
+from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stages
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import Routed
 from limelight.ops.fp4 import (
@@ -380,10 +380,7 @@ TILES = {
 
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
-FP4_TILES: dict[int, Tile] = {
-    8: {"BLOCK_M": 16, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
-    72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-}
+FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
 
 
 def _sort(
@@ -547,9 +544,12 @@ def outputs(
     if isinstance(gate_up[0], FP4) and isinstance(down[0], FP4) and each <= max(FP4_TILES):
         assert not isinstance(gate_up[1], torch.Tensor) and not isinstance(down[1], torch.Tensor)
         weights = (gate_up[0], gate_up[1]), (down[0], down[1])
-        few = each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS and not absent
-        if few and fits(weights[1]):
+        whole, few = fits(weights[1]), each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS
+        if whole and few and not absent:
             return few_each(y_TD, *weights, ids_TN, fp32)
+        if whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
+            blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M, absent=absent)
+            return grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
         tile = _fitted(by_size(FP4_TILES, each), y_TD)
         blocks = _sort(ids_TN, experts, tile["BLOCK_M"], absent=absent)
         return _decoding(y_TD, *weights, blocks, tile, count, fp32)

@@ -88,7 +88,7 @@ def _grouped_few_kernel(
 
 # Up to so many pairs of an expert on average, and so many in all, for each program looks through
 # them: of more pairs sorting costs less.
-MOST_EACH, MOST_PAIRS = 2, 64
+MOST_EACH, MOST_PAIRS = 2, 32
 Tile = dict[str, int]
 # Rows of the weight a program, by the most columns.
 TILES: dict[int, Tile] = {
