@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from limelight.types import SamplingParams, StructuredOutputsParams
+from limelight.types import LoRARequest, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from limelight.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> type:

@@ -11,13 +11,17 @@ from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
+from limelight.lora import check_room, read_modules
 from limelight.speculative import SpeculativeConfig
-from limelight.types import LogprobsMode
+from limelight.types import LogprobsMode, LoRARequest
 
 DEFAULT_MODEL = "flint-nano"
 # Of a published command, honoured beside ours.
 ENVIRONMENT = {
     "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
+    "allow_runtime_lora_updating": (
+        "LIMELIGHT_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    ),
     "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
     "admin_api_key": ("LIMELIGHT_ADMIN_API_KEY",),
     "enable_rl": ("LIMELIGHT_ENABLE_RL", "VLLM_SERVER_DEV_MODE"),
@@ -175,6 +179,21 @@ class EngineConfig:
     async_scheduling: bool = setting(
         True, "plan and start a step on the GPU while the one before runs"
     )
+    enable_lora: bool = setting(False, "make room for LoRA adapters, which requests may name")
+    max_lora_rank: int = setting(16, "largest rank of an adapter")
+    max_loras: int = setting(1, "most adapters in one step")
+    max_cpu_loras: int | None = setting(
+        None, "adapters that host memory keeps; default: as many as max_loras"
+    )
+    lora_dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "precision of adapters; auto: that of the model; float32: as PEFT trains them"
+    )
+    merge_lora_experts: bool = setting(
+        False, "add an adapter's part of routed experts to their weights, one adapter at a time"
+    )
+    lora_modules: list[str] | None = setting(
+        None, 'adapters to start with: name=folder, or JSON as {"name": ..., "path": ...}'
+    )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
     enable_expert_parallel: bool = setting(
         False, "let each of the tp x dp ranks hold whole experts, instead of a part of each",
@@ -219,7 +238,9 @@ class EngineConfig:
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
+            max_loras=1, max_cpu_loras=1,
         )  # fmt: skip
+        self._check_adapters()
         if self.batch_invariant and self.tensor_parallel_size > 2:
             raise ValueError(
                 "batch_invariant takes at most 2 ranks: in what order more are summed depends on "
@@ -233,6 +254,26 @@ class EngineConfig:
                 f"gpu_memory_utilization must be above 0 and at most 1; "
                 f"got {self.gpu_memory_utilization}"
             )
+
+    def _check_adapters(self):
+        check_room(
+            max_rank=self.max_lora_rank, max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras, merges=self.merge_lora_experts,
+        )  # fmt: skip
+        if (self.adapters or self.merge_lora_experts) and not self.enable_lora:
+            raise ValueError("--lora-modules and --merge-lora-experts need --enable-lora")
+        if self.enable_lora and self.batch_invariant:
+            raise ValueError("batch_invariant does not hold with adapters: leave --enable-lora out")
+        if self.merge_lora_experts and self.weight_transfer_config:
+            raise ValueError(
+                "new weights would not be those that adapters are merged with: give "
+                "--weight-transfer-config or --merge-lora-experts"
+            )
+
+    @property
+    def adapters(self) -> list[LoRARequest]:
+        """Those to start with."""
+        return read_modules(self.lora_modules or ())
 
     @property
     def weight_transfer(self) -> WeightTransfer:
@@ -287,6 +328,10 @@ class ServerConfig:
     max_replicas: int | None = setting(
         None, "engines that Ray Serve may start where many requests are open"
     )
+    allow_runtime_lora_updating: bool = setting(
+        False, "take /v1/load_lora_adapter and /v1/unload_lora_adapter, by which a client makes "
+        "the server read any folder that it can",
+    )  # fmt: skip
     restart_engine: int = setting(0, "how often an engine that died or hangs is started anew")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get after SIGTERM")
     chat_template: str | None = setting(None, "file with a chat template to use instead")

@@ -162,6 +162,7 @@ class Front:
         return create_app(
             self.engines, texts.tokenizer, texts.template, self.server,
             model=self.engine.model, defaults=texts.defaults, form=texts.form,
+            engine=self.engine,
         )  # fmt: skip
 
 

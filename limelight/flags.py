@@ -32,6 +32,8 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--distributed-executor-backend": (1, "one process runs the model"),
     "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
     "--enable-log-requests": (0, "the texts of requests are never logged"),
+    "--enable-mixed-moe-lora-format": (0, "every layout of an adapter file is read"),
+    "--fully-sharded-loras": (0, "adapters are divided as the weights beside them are"),
     "--enable-scale-out": (0, "the routes that it enables are always there"),
     "--enable-sleep-mode": (0, "with --enable-rl the engine can always be put to sleep"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
@@ -66,9 +68,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--cpu-offload-gb": (),
     "--download-dir": (),
     "--enable-eplb": (),
-    "--enable-lora": (),
     "--kv-transfer-config": (),
-    "--lora-modules": (),
     "--pipeline-parallel-size": ("-pp",),
     "--quantization": ("-q",),
     "--root-path": (),
@@ -77,6 +77,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
 }
 UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("half", "float16"),
+    "lora_dtype": ("float16",),
     "kv_cache_dtype": ("float16", "fp8_e5m2", "nvfp4"),
     "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
 }

@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from limelight.types import LoRARequest
+
 PauseMode = Literal["abort", "keep", "wait"]
 # Parts of an engine that sleep and wake by themselves.
 WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
@@ -95,6 +97,18 @@ class ClearWeights(Struct, frozen=True, tag=True):
     """Overwrite all weights, so that a later update can be seen to bring all of them."""
 
 
+class LoadAdapter(Struct, frozen=True, tag=True):
+    """Read an adapter, so that requests can have it."""
+
+    adapter: LoRARequest
+
+
+class UnloadAdapter(Struct, frozen=True, tag=True):
+    """Take no more requests for an adapter."""
+
+    adapter_id: int
+
+
 class Release(Struct, frozen=True, tag=True):
     """To the devices: give the memory of `tags` back, and keep what lay there as far as told."""
 
@@ -116,7 +130,7 @@ DeviceOrder: TypeAlias = (
 Order: TypeAlias = (
     Pause | Resume | Sleep | WakeUp | ResetPrefixCache | AbortRequests | NameVersion
     | InitTransfer | StartUpdate | UpdateWeights | FinishUpdate | EndTransfer
-    | Checksums | ClearWeights
+    | Checksums | ClearWeights | LoadAdapter | UnloadAdapter
 )  # fmt: skip
 
 

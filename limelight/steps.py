@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from limelight.types import Request, TokenLogprobs
 
@@ -16,6 +17,18 @@ class Admission:
     slot: int
     request: Request
     output_token_ids: list[int]
+    adapter_slot: int = 0  # where its adapter is; 0: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMove:
+    """What happens to an adapter before a step: it is read from a folder into host memory, placed
+    in a slot of the device, or dropped from host memory."""
+
+    kind: Literal["read", "place", "drop"]
+    adapter_id: int
+    slot: int = 0
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +81,8 @@ class Together:
 class StepPlan:
     """One step of the engine; with no token ids but admissions', so it can be made a step early.
 
-    With `drafts` it ends with drafts for the next; all those it has itself are verified, or what
-    `trim` leaves of them.
+    The `moves` of adapters come first of all. With `drafts` it ends with drafts for the next; all
+    those it has itself are verified, or what `trim` leaves of them.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -77,6 +90,7 @@ class StepPlan:
     trim: Trim | None = None
     drafts: bool = False
     together: Together | None = None
+    moves: list[AdapterMove] = field(default_factory=list)
 
     @property
     def num_read(self) -> int:

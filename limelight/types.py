@@ -206,6 +206,28 @@ class Reasoning:
     forced_end: list[int] = field(default_factory=list)
 
 
+MAX_ADAPTER_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter by its name, its id (from 1 on) and the folder it is read from; vLLM's fields.
+
+    With `load_inplace` it may take the place of one with the same id.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+    def __post_init__(self):
+        _check_integer("lora_int_id", self.lora_int_id, 1, MAX_ADAPTER_ID)
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise RequestError(f"{name} must be a text that is not empty", param=name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate: a request with `n` choices reaches the engine as n of these.
@@ -224,6 +246,7 @@ class Request:
     reasoning: Reasoning | None = None
     priority: int = 0  # a lower number goes first
     cache_salt: str = ""
+    adapter_id: int = 0  # of its LoRA adapter, which the engine has; 0: none
     arrival: float = 0.0
     session: str | None = None  # where there are several engines: one of its own
     replica: int | None = None  # or which of them
@@ -251,6 +274,8 @@ class Sequence:
     num_published: int = 0  # leading blocks that the prefix cache knows
     num_shared: int = 0  # leading positions that another sequence had before, cached or not
     num_preemptions: int = 0
+    adapter_version: int = 0  # by which its blocks are found
+    num_overtaken: int = 0  # steps for which it found no slot for its adapter
     # False: its keys and values are of several weights, or were to be forgotten.
     publishes: bool = True
     weight_version: str | None = None  # of its last token

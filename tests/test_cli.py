@@ -166,7 +166,7 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
         ["-pp"],
         ["--kv-cache-dtype", "fp8_e5m2"],
         ["--quantization=fp8"],
-        ["--enable-lora"],
+        ["--cpu-offload-gb", "4"],
     ],
     ids=lambda argv: argv[0],
 )

@@ -11,6 +11,7 @@ LEVELS = [
     {
         "config",
         "types",
+        "lora",
         "metrics",
         "orders",
         "checkpoint",
@@ -19,6 +20,7 @@ LEVELS = [
         "stats",
         "steps",
         "__version__",
+        "LoRARequest",
         "SamplingParams",
         "StructuredOutputsParams",
     },

@@ -15,6 +15,7 @@ from limelight.engine.startup import Started
 from limelight.models.layers import Experts
 from limelight.models.loader import Model
 from limelight.ops import Call, record_calls
+from limelight.ops.lora import without_adapters
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
 from limelight.steps import StepPlan
@@ -149,7 +150,7 @@ def weight_bytes(model: Model, experts_read: list[int]) -> int:
         if ".experts." not in name and "embed_tokens" not in name
     )
     routed = sum(
-        count * (module.gate_up[0].nbytes + module.down[0].nbytes)
+        count * sum(without_adapters(weight)[0].nbytes for weight in (module.gate_up, module.down))
         for count, module in zip(experts_read, sparse, strict=True)
     )
     return dense + routed

@@ -26,11 +26,13 @@ class ChainHash:
         self._root, self.version = root, 0
         self._tokens = struct.Struct(f"<{block_size}i")
 
-    def first_parent(self, salt: str) -> bytes:
-        """The parent of a sequence's first block; sequences of different salts share nothing."""
+    def first_parent(self, salt: str, adapter: tuple[int, int] = (0, 0)) -> bytes:
+        """The parent of a sequence's first block; sequences of different salts share nothing, nor
+        do those of different adapters (id, version)."""
         # JSON may carry lone surrogates, and a salt must not be able to raise here.
+        own = struct.pack("<2q", *adapter) + salt.encode(errors="surrogatepass")
         root = blake2b(self._root + b" %d" % self.version).digest()
-        return self._digest(root + salt.encode(errors="surrogatepass"))
+        return self._digest(root + own)
 
     def next(self, parent: bytes, token_ids: list[int]) -> bytes:
         """The hash of the block that holds `token_ids` and follows `parent`."""

@@ -160,7 +160,7 @@ class CacheGroups:
         hashes = sequence.block_hashes
         prompt, output = sequence.request.prompt_token_ids, sequence.output_token_ids
         while len(hashes) <= index:
-            parent = hashes[-1] if hashes else self._chain.first_parent(sequence.request.cache_salt)
+            parent = hashes[-1] if hashes else self._first_parent(sequence)
             first = len(hashes) * self.block_size
             token_ids = prompt[first : first + self.block_size]
             if missing := self.block_size - len(token_ids):
@@ -168,6 +168,10 @@ class CacheGroups:
                 token_ids = token_ids + output[first : first + missing]
             hashes.append(self._chain.next(parent, token_ids))
         return hashes[index]
+
+    def _first_parent(self, sequence: Sequence) -> bytes:
+        adapter = sequence.request.adapter_id, sequence.adapter_version
+        return self._chain.first_parent(sequence.request.cache_salt, adapter)
 
     def match(self, sequence: Sequence) -> Hit:
         """The longest cached beginning on which all groups agree, the last token excluded."""

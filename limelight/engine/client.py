@@ -199,6 +199,10 @@ class EngineClient:
             raise OrderFailed(fault, refused=reply.refused is not None)
         return [reply.result]
 
+    def tell(self, order: Order) -> None:
+        """Have an order carried out once the engine has started; nobody hears what came of it."""
+        self._send(Command(asked=[Asked(next(self._order_ids), order)]))
+
     async def close(self) -> None:
         """End the process and everything that belongs to it."""
         self._die("the engine was closed")

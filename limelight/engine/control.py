@@ -23,6 +23,7 @@ from limelight.orders import (
     EngineState,
     FinishUpdate,
     InitTransfer,
+    LoadAdapter,
     NameVersion,
     Order,
     Pause,
@@ -34,6 +35,7 @@ from limelight.orders import (
     Resume,
     Sleep,
     StartUpdate,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -126,7 +128,7 @@ class Control:
                 _check_sleep(order)
             if order.mode == "abort":
                 outputs = self.engine.abort_all()
-            elif order.mode == "wait" and self.engine.scheduler.has_work and not self._stuck:
+            elif order.mode == "wait" and self._runs:
                 self.draining.append((asked.id, order))
                 self.paused = "wait" if isinstance(order, Pause) else self.paused
                 return outputs
@@ -136,9 +138,10 @@ class Control:
         return outputs
 
     @property
-    def _stuck(self) -> bool:
-        """Whether what runs cannot end by itself."""
-        return bool(self.asleep) or self.updating or self.incomplete is not None
+    def _runs(self) -> bool:
+        """Whether there is something that can end by itself."""
+        is_stuck = bool(self.asleep) or self.updating or self.incomplete is not None
+        return not is_stuck and (self.engine.scheduler.has_work or bool(self.engine.compiling))
 
     def _finish(self, id: int, order: Order, *, count: int = 0) -> None:
         if isinstance(order, AbortRequests):
@@ -201,6 +204,14 @@ class Control:
         self.engine.weight_version = order.version
         return {}
 
+    def _load_adapter(self, order: LoadAdapter) -> Result:
+        self.engine.load_adapter(order.adapter)
+        return {}
+
+    def _unload_adapter(self, order: UnloadAdapter) -> Result:
+        self.engine.unload_adapter(order.adapter_id)
+        return {}
+
     def _on_devices(self, order: InitTransfer | EndTransfer | Checksums) -> Result:
         if isinstance(order, Checksums) and WEIGHTS in self.asleep:
             raise ValueError("the weights sleep; wake them with POST /wake_up?tags=weights")
@@ -261,6 +272,8 @@ ACTS: dict[type, Callable[..., Result]] = {
     WakeUp: Control._wake_up,
     ResetPrefixCache: Control._reset_prefix_cache,
     NameVersion: Control._name_version,
+    LoadAdapter: Control._load_adapter,
+    UnloadAdapter: Control._unload_adapter,
     InitTransfer: Control._on_devices,
     EndTransfer: Control._on_devices,
     Checksums: Control._on_devices,

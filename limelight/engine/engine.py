@@ -9,13 +9,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from limelight.engine.adapters import Adapters
 from limelight.engine.drafting import Drafting
 from limelight.engine.expert_load import ExpertLoad
 from limelight.engine.routing import Routing, Told
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
 from limelight.steps import Grant, Sampled, StepPlan, StepResult
-from limelight.types import DeviceLost, FinishReason, Output, Request, Sequence, TokenLogprobs
+from limelight.types import (
+    DeviceLost,
+    FinishReason,
+    LoRARequest,
+    Output,
+    Request,
+    RequestError,
+    Sequence,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 # What `server/preparing.py` and `engine/front.py` add to the id that a client knows.
@@ -111,12 +121,15 @@ class Engine:
         peers: Joined | None = None,
         expert_load: ExpertLoad | None = None,
         routing: Routing | None = None,
+        adapters: Adapters | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
         self.expert_load, self.routing = expert_load, routing
+        self.adapters = adapters
         # Last outputs, whose rows of routing are on their way: told a step later.
         self.late: list[tuple[Output, Told]] = []
+        self.refusals: list[Output] = []  # of requests that came for an adapter that is not there
         self.compiling: dict[str, Request] = {}  # those that wait for their grammar
         self.under_way: Step | None = None
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -129,8 +142,9 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would bring anything on."""
         runs = self.scheduler.has_work and not self.held
-        waits = self.under_way is not None or bool(self.compiling) or bool(self.late)
-        return runs or waits or self.is_called
+        waits = self.compiling or self.late or self.refusals
+        runs = runs or self.under_way is not None or bool(waits)
+        return runs or self.is_called
 
     @property
     def is_called(self) -> bool:
@@ -139,15 +153,54 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
+        if request.adapter_id and not self._enter(request):
+            return
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs[request.id] = [None]
         if request.constraint is None:
-            self.scheduler.add(Sequence(request))
+            self._queue(request)
             return
         if self.grammars is None:
             raise ValueError(f"request {request.id!r} has a constraint, which nobody compiles here")
         self.compiling[request.id] = request
         self.grammars.ask(request)
+
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Read an adapter, between two steps; `RequestError`, and nothing has changed."""
+        adapters = self._with_adapters()
+        try:
+            version = adapters.load(adapter)
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error), param="lora_path") from error
+        self.scheduler.renew(adapter.lora_int_id, version)
+
+    def has_adapter(self, adapter_id: int) -> bool:
+        """Whether requests may come for it."""
+        return self.adapters is not None and adapter_id in self.adapters
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Take no more requests for an adapter; those that are open end with it."""
+        self._with_adapters().unload(adapter_id)
+
+    def _with_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise RequestError("there is no room for adapters: start with --enable-lora")
+        return self.adapters
+
+    def _enter(self, request: Request) -> bool:
+        """Make sure that a request's adapter is there, or have the next step tell that it is not"""
+        try:
+            self._with_adapters().enter(request.id, request.adapter_id)
+        except ValueError as error:
+            self.refusals.append(self._without_answer(request, error=None, refused=str(error)))
+            return False
+        return True
+
+    def _queue(self, request: Request) -> None:
+        version = 0 if self.adapters is None else self.adapters.version(request.adapter_id)
+        self.scheduler.add(Sequence(request, adapter_version=version))
 
     def abort(self, request_id: str) -> Output | None:
         """Forget a request at once; its last output, or None if it is not here any more."""
@@ -213,7 +266,8 @@ class Engine:
         return outputs + [replace(last, routed_experts=told.result()) for last, told in late]
 
     def _make_step(self) -> list[Output]:
-        outputs = self._take_grammars()
+        outputs, self.refusals = self.refusals, []
+        outputs += self._take_grammars()
         if self.held and not self.is_called:
             return outputs + self.settle()
         # Whoever is held still lends its experts.
@@ -259,7 +313,7 @@ class Engine:
             request = decided.request
             del self.compiling[request.id]
             if decided.refused is None and decided.error is None:
-                self.scheduler.add(Sequence(request))
+                self._queue(request)
                 continue
             outputs.append(
                 self._without_answer(request, error=decided.error, refused=decided.refused)
@@ -269,6 +323,8 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Let go of what is kept for a request while it lives."""
         self.prompt_logprobs.pop(request_id, None)
+        if self.adapters is not None:
+            self.adapters.leave(request_id)
         if self.routing is not None:
             self.routing.forget(request_id)
         if self.grammars is not None:

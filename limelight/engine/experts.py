@@ -78,11 +78,14 @@ def _backend(config: EngineConfig) -> Backend:
 
 def _check(config: EngineConfig, found: "Resolved", seat: Seat) -> None:
     """Refuse what cannot be had, such as what CUDA graphs cannot hold."""
-    if config.weight_transfer_config:
-        raise ValueError(
-            "--weight-transfer-config with --enable-expert-parallel is not supported yet: leave "
-            "one of them out"
-        )
+    for flag, given in (
+        ("--weight-transfer-config", config.weight_transfer_config),
+        ("--enable-lora", config.enable_lora),
+    ):
+        if given:
+            raise ValueError(
+                f"{flag} with --enable-expert-parallel is not supported yet: leave one of them out"
+            )
     if found.device.type != "cuda" or config.enforce_eager:
         return
     if config.moe_backend.startswith("all2all"):

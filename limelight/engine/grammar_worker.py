@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -54,6 +55,15 @@ class Vocabulary:
     tokens: list[bytes]
     size: int
     ends: list[int]
+
+    @classmethod
+    def load(cls, folder: Path, size: int, ends: list[int]) -> "Vocabulary":
+        """As xgrammar takes it; `ValueError` for a folder without a tokenizer."""
+        from limelight.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(folder)
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        return cls(tokens, size, ends)
 
     def compiler(self, marks: list[int]) -> "xgrammar.GrammarCompiler":
         """A compiler to which the tokens `marks` are no text: no text has a byte 0xff."""

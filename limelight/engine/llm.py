@@ -32,6 +32,7 @@ from limelight.text.parsers import whole_calls
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import (
+    LoRARequest,
     Request,
     RequestError,
     RoutedExperts,
@@ -128,15 +129,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers to each prompt, in their order.
 
-        A prompt is a text, token ids or {"prompt_token_ids": [...]}; `params` is one for all or
-        one for each. An answer that fails has finish_reason "error", and the others go on.
+        A prompt is a text, token ids or {"prompt_token_ids": [...]}; `params` and `lora_request`
+        are one for all or one for each. An answer that fails has finish_reason "error", and the
+        others go on.
         """
         listed = _as_list(prompts)
         each = _one_each(params or SamplingParams(), len(listed))
         jobs = [self._plain_job(prompt, one) for prompt, one in zip(listed, each, strict=True)]
+        self._adapt(jobs, lora_request)
         for _ in self._run(jobs):
             pass
         return [self._finished(job) for job in jobs]
@@ -148,6 +153,7 @@ class LLM:
         *,
         tools: list[Message] | None = None,
         chat_template_kwargs: dict[str, object] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The answers to one conversation, or to each of several."""
         conversations = _as_conversations(messages)
@@ -156,6 +162,7 @@ class LLM:
             self._chat_job(conversation, one, tools, chat_template_kwargs or {})
             for conversation, one in zip(conversations, each, strict=True)
         ]
+        self._adapt(jobs, lora_request)
         for _ in self._run(jobs):
             pass
         return [self._finished(job) for job in jobs]
@@ -196,6 +203,20 @@ class LLM:
             yield delta
         if (error := job.choices[0].error) is not None:
             raise RuntimeError(error)
+
+    def _adapt(
+        self, jobs: list[Job], asked: LoRARequest | Sequence[LoRARequest | None] | None
+    ) -> None:
+        """Give the jobs their adapters, which are read where their ids are new here."""
+        each = [asked] * len(jobs) if asked is None or isinstance(asked, LoRARequest) else asked
+        if len(each) != len(jobs):
+            raise ValueError(f"{len(each)} adapters for {len(jobs)} prompts")
+        for adapter in dict.fromkeys(filter(None, each)):
+            if adapter.load_inplace or not self.engine.has_adapter(adapter.lora_int_id):
+                self.engine.load_adapter(adapter)
+        ids = [0 if adapter is None else adapter.lora_int_id for adapter in each]
+        for job, adapter_id in zip(jobs, ids, strict=True):
+            job.requests = [replace(one, adapter_id=adapter_id) for one in job.requests]
 
     def _plain_job(self, prompt: Prompt, params: SamplingParams) -> Job:
         return self._job(prompt, params, self._plainly(_content(params)))

@@ -109,6 +109,7 @@ class MemoryPlan:
     max_num_seqs: int
     chunk: int  # most tokens of one prompt in a step
     ahead: int = 0  # positions behind these that are held for drafts
+    invariant_on_gpu: bool = False  # kernels must not depend on the number of rows
 
     def with_blocks(self, num_blocks: int) -> "MemoryPlan":
         """The same plan with a cache of that many blocks."""
@@ -151,6 +152,11 @@ class MemoryPlan:
 
     def check(self) -> None:
         """Refuse a plan that cannot run, with numbers that can."""
+        packed = [kind.name for kind in self.kinds if "nvfp4" in kind.format]
+        if self.invariant_on_gpu and packed:
+            raise ValueError(
+                f"--batch-invariant takes no NVFP4 weights on a GPU; here are {', '.join(packed)}"
+            )
         if self.usable > self.available:
             share = self.available * 100 // self.total / 100
             raise ValueError(

@@ -5,12 +5,14 @@ from limelight.steps import Admission
 from limelight.types import Request, SamplingParams
 
 
-def admit(count: int, length: int, params: SamplingParams) -> list[Admission]:
-    """Into slots from 0, each with a prompt of `length` tokens."""
+def admit(
+    count: int, length: int, params: SamplingParams, *, adapter_slot: int = 0
+) -> list[Admission]:
+    """Into slots from 0, each with a prompt of `length` tokens, and with the same adapter."""
     request = Request(
         id="pretended", prompt_token_ids=[0] * length, params=params, max_tokens=1, seed=0
     )
-    return [Admission(slot, request, []) for slot in range(count)]
+    return [Admission(slot, request, [], adapter_slot) for slot in range(count)]
 
 
 def tables(plan: MemoryPlan, length: int) -> list[tuple[int, list[int]]]:

@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,13 +24,13 @@ from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
 from limelight.engine.pipes import Agreed, Facts, Sender, Start, Told, Word, receive
 from limelight.orders import DeviceOrder
-from limelight.parallel.group import abandon, join, leave, open_store, take_device
+from limelight.parallel.group import abandon, have_come, join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
 from limelight.runner.control import DeviceControl
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.steps import StepPlan, StepResult
+from limelight.steps import AdapterMove, StepPlan, StepResult
 from limelight.types import DeviceLost
 
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
@@ -37,6 +38,7 @@ PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
 SECONDS_OF_SILENCE = 8.0
 SECONDS_OF_SILENCE_AT_START = 60.0
 SECONDS_TO_END = 5.0
+SECONDS_BETWEEN_LOOKS = 0.02
 # An error of a collective and the news of the rank that ended come at almost the same time.
 SECONDS_FOR_NEWS = 2.0
 
@@ -162,7 +164,14 @@ class Ranks:
         return plan
 
     def join(self, width: int, dtype: torch.dtype) -> Mesh:
-        """Rank 0's place among them, who sum rows of that width and type."""
+        """Rank 0's place among them, who sum rows of that width and type.
+
+        `DeviceLost` if one ends before it joins, for which the group itself would wait.
+        """
+        while not have_come(self._store, self.seat):
+            if self.lost is not None:
+                raise DeviceLost(self.lost)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         self.mesh = join(self._store, self.device, self.seat, width=width, dtype=dtype)
         return self.mesh
 
@@ -261,6 +270,11 @@ class LeadingRunner:
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
         ranks.release = runner.drop_graphs
+
+    def read_adapter(self, move: AdapterMove) -> None:
+        """As the runner's. The others read it now too, and it is no one's mistake if they fail."""
+        self.runner.read_adapter(move)
+        self.ranks.send(Told(plan=StepPlan(moves=[move])))
 
     def launch(self, plan: StepPlan) -> "Followed":
         if self.ranks.lost is not None:

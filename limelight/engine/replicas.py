@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import takewhile
@@ -17,7 +17,14 @@ from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
 from limelight.engine.peers import Circle
 from limelight.engine.router import Router
-from limelight.orders import EngineState, FinishUpdate, InitTransfer, Order
+from limelight.orders import (
+    EngineState,
+    FinishUpdate,
+    InitTransfer,
+    LoadAdapter,
+    Order,
+    UnloadAdapter,
+)
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request, RequestError
 
@@ -46,6 +53,8 @@ class Replicas:
         self.clients = [self._client(place) for place in range(count)]
         self.began = [False] * count  # whether each has been ready
         self.restarting: set[int] = set()
+        # How adapters came since the start, which an engine that is started anew needs too.
+        self.adapters: dict[int, LoadAdapter] = {}
         self._keepers: list[asyncio.Task[None]] = []
 
     @property
@@ -89,8 +98,9 @@ class Replicas:
         said = False
         for last in (request.replica is not None, True):
             engines = self._choice(request)
+            salt = f"{request.adapter_id} {request.cache_salt}"
             with self.router.errand(
-                request.prompt_token_ids, engines, salt=request.cache_salt, session=request.session
+                request.prompt_token_ids, engines, salt=salt, session=request.session
             ) as errand:
                 try:
                     stream = self.clients[errand.engine].submit(request)
@@ -127,10 +137,25 @@ class Replicas:
         came = await asyncio.gather(
             *(client.order(one) for client, one in pairs), return_exceptions=True
         )
+        if isinstance(order, LoadAdapter | UnloadAdapter):
+            await self._remember(order, came)
         for one in came:
             if isinstance(one, BaseException):
                 raise one
         return [result for one in came if not isinstance(one, BaseException) for result in one]
+
+    async def _remember(self, order: LoadAdapter | UnloadAdapter, came: Sequence[object]) -> None:
+        """Keep what adapters there are; a new one that is not in all engines is in none."""
+        if isinstance(order, UnloadAdapter):
+            self.adapters.pop(order.adapter_id, None)
+            return
+        adapter, pairs = order.adapter, zip(self.clients, came, strict=True)
+        loaded = [client for client, one in pairs if not isinstance(one, BaseException)]
+        if len(loaded) == len(self.clients):
+            self.adapters[adapter.lora_int_id] = order
+        elif not adapter.load_inplace:
+            orders = (client.order(UnloadAdapter(adapter.lora_int_id)) for client in loaded)
+            await asyncio.gather(*orders, return_exceptions=True)
 
     async def close(self) -> None:
         """End all processes and what belongs to them."""
@@ -206,6 +231,9 @@ class Replicas:
             raise
         for place, client in zip(group, clients, strict=True):
             self.clients[place] = client
+            # Before any request comes; what cannot be read any more the engine refuses later.
+            for order in self.adapters.values():
+                client.tell(LoadAdapter(replace(order.adapter, load_inplace=True)))
 
     def _client(self, place: int) -> EngineClient:
         config, env = self.places[place]

@@ -6,11 +6,14 @@ from heapq import heappop, heappush
 from typing import Literal, TypedDict
 
 from limelight.cache.groups import CacheGroups, Hit
+from limelight.engine.adapters import Adapters
 from limelight.steps import Admission, Grant, StepPlan
 from limelight.types import Sequence
 
 # Of a step's tokens drafts have one of so many where a prompt is waiting for them.
 DRAFT_SHARE = 4
+# Steps for which who waits for a slot of its adapter is overtaken by those whose adapters have one.
+MOST_OVERTAKEN = 256
 
 
 class SchedulerStats(TypedDict):
@@ -32,7 +35,8 @@ class Scheduler:
     with at least one token a step; when the blocks run out, the last one in order gives all of its
     own back and will be computed anew. `schedule` makes a plan and `advance` says that it has run
     or is sure to run before any later plan, so a plan can be made before the tokens of the one
-    before are known. Only sequences that wait for a prefix in the making are overtaken.
+    before are known. Only sequences that wait for a prefix in the making, or for a slot of their
+    adapter, are overtaken.
 
     Behind a step that drafts, each sequence that decodes brings `num_drafts` tokens more to be
     verified, as far as its length and the step's budget go; `settle` says how many of them stood.
@@ -47,6 +51,7 @@ class Scheduler:
         max_model_len: int,
         policy: Literal["fcfs", "priority"] = "fcfs",
         num_drafts: int = 0,
+        adapters: Adapters | None = None,
     ):
         least, num_blocks = groups.blocks_for_length(max_model_len, 1), groups.pool.num_blocks
         if num_blocks < least:
@@ -58,6 +63,7 @@ class Scheduler:
         self.groups = groups
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy, self.num_drafts = max_model_len, policy, num_drafts
+        self.adapters = adapters
         self.running: dict[int, Sequence] = {}  # by slot
         self._sequences: dict[str, Sequence] = {}  # by request, running or waiting
         self._ordered: list[Sequence] = []  # the running ones
@@ -157,7 +163,16 @@ class Scheduler:
         spare = self._continue_running(plan)
         if self._waiting and preemptions == self._preemptions:
             self._admit_waiting(plan, spare)
+        if plan.grants and self.adapters is not None:
+            plan.moves.extend(self.adapters.take_moves())
         return plan
+
+    def renew(self, adapter_id: int, version: int):
+        """An adapter has changed: who waits for it starts with nothing that the former one made."""
+        for sequence in self._waiting:
+            if sequence.request.adapter_id == adapter_id:
+                sequence.adapter_version = version
+                sequence.block_hashes.clear()
 
     def advance(self, plan: StepPlan):
         """The granted positions are computed; sequences finished since `schedule` are passed by."""
@@ -254,13 +269,21 @@ class Scheduler:
         heappush(self._slots, sequence.slot)
         sequence.slot = None
         sequence.num_unsure = sequence.num_drafts = 0
+        adapter_id = sequence.request.adapter_id
+        if self.adapters is not None and self.adapters.takes_slot(adapter_id):
+            self.adapters.release(adapter_id)
         self.groups.release(sequence)
 
     def _admit_waiting(self, plan: StepPlan, spare: int):
         """Let sequences in while there are slots, tokens, and blocks for all that they know."""
-        groups, passed = self.groups, 0
+        groups, passed, no_slots = self.groups, 0, False
         while spare > 0 and self._slots and passed < min(len(self._waiting), self.max_num_seqs):
             sequence = self._waiting[passed]
+            if not self._has_slot(sequence, none_left=no_slots):
+                passed += 1
+                sequence.num_overtaken += 1
+                no_slots |= sequence.num_overtaken > MOST_OVERTAKEN
+                continue
             if self._prefix_in_the_making(sequence):
                 passed += 1
                 continue
@@ -274,6 +297,13 @@ class Scheduler:
             self._grant(plan, sequence, count, groups.entries(sequence))
             if sequence.num_computed + count < sequence.num_tokens:
                 break
+
+    def _has_slot(self, sequence: Sequence, *, none_left: bool) -> bool:
+        """Whether its adapter, if it has one, can be in the step."""
+        adapters, adapter_id = self.adapters, sequence.request.adapter_id
+        if adapters is None or not adapters.takes_slot(adapter_id):
+            return True
+        return not none_left and adapters.has_room(adapter_id)
 
     def _affordable_hit(self, sequence: Sequence) -> Hit | None:
         """Its cached beginning, or None if there are too few free blocks for the rest."""
@@ -306,7 +336,13 @@ class Scheduler:
         sequence.slot = heappop(self._slots)
         self.running[sequence.slot] = sequence
         insort_right(self._ordered, sequence, key=self._order)
-        plan.admissions.append(Admission(sequence.slot, request, list(sequence.output_token_ids)))
+        adapter_slot = 0
+        if self.adapters is not None and self.adapters.takes_slot(request.adapter_id):
+            slot = self.adapters.acquire(request.adapter_id)
+            # The base model has nothing beside its weights, whatever slot it takes.
+            adapter_slot = slot if request.adapter_id else 0
+        output = list(sequence.output_token_ids)
+        plan.admissions.append(Admission(sequence.slot, request, output, adapter_slot))
         if sequence.first_scheduled is None:
             sequence.first_scheduled = time.monotonic()
             sequence.num_cached = hit.num_tokens

@@ -28,13 +28,14 @@ from limelight.engine.engine import Engine
 from limelight.engine.expert_load import ExpertLoad, load_file
 from limelight.engine.experts import expert_mesh, joined
 from limelight.engine.grammar import Grammars
+from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
+from limelight.engine.lora import adapter_kinds, make_room, start_adapters
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
 from limelight.engine.peers import Circle, Peers
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
-from limelight.engine.vocabulary import vocabulary
 from limelight.engine.warm_up import warm_up
 from limelight.engine.work_space import work_space
 from limelight.models.beam import BeamConfig
@@ -118,8 +119,6 @@ def resolve(config: EngineConfig) -> Resolved:
     stored = None if without else find_tensors(weights)
     packed = read_declared(folder).packed if stored is None else packed_names(stored)
     device = _device(config.device)
-    if config.batch_invariant and device.type == "cuda":
-        raise ValueError("--batch-invariant is not supported on a GPU yet; leave it out")
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
     dtype = _dtype(auto if config.dtype == "auto" else config.dtype)
@@ -160,8 +159,9 @@ def plan_memory(
     mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
     place = Placement(mesh, dtype, device, outline=True, packed=found.packed, experts=experts)
-    outline = build(found.architecture, model, place)
-    kinds, drafter = weight_kinds(outline), found.drafter
+    room = make_room(config, dtype)
+    outline = build(found.architecture, model, replace(place, adapters=room))
+    kinds, drafter = weight_kinds(outline) + adapter_kinds(room), found.drafter
     if drafter is not None:
         kinds.append(drafter_kind(drafter, outline, place))
     groups = plan_groups(model.windows, drafter.shape.windows if drafter else None)
@@ -194,6 +194,7 @@ def plan_memory(
         max_num_seqs=config.max_num_seqs,
         chunk=min(config.max_num_batched_tokens, length),
         ahead=0 if drafter is None else drafter.ahead,
+        invariant_on_gpu=config.batch_invariant and device.type == "cuda",
     )
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
 
@@ -306,9 +307,10 @@ def _load_runner(
     grammars: Mapping[str, "xgrammar.CompiledGrammar"],
 ) -> ModelRunner:
     scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
+    room = make_room(config, found.dtype)
     model = load_model(
         found.weights,
-        place,
+        replace(place, adapters=room),
         config_folder=found.config,
         stored=found.stored,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -324,6 +326,7 @@ def _load_runner(
         grammars=grammars,
         logprobs_mode=config.logprobs_mode,
         batch_invariant=config.batch_invariant,
+        room=room,
     )
 
 
@@ -342,10 +345,12 @@ def _start(
     logger.info("%s", plan)
     plan.check()
     device, ends = found.device, found.ends
-    grammars = Grammars(lambda: vocabulary(config, found, ends))
+    grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(
         config, found, plan, mesh, progress, grammars.of_request, experts=experts
     )
+    leading = runner if ranks is None else LeadingRunner(runner, ranks)
+    adapters = start_adapters(config, leading)
     scheduler = Scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
@@ -353,6 +358,7 @@ def _start(
         max_model_len=plan.max_model_len,
         policy=config.scheduling_policy,
         num_drafts=0 if found.drafter is None else found.drafter.num_drafts,
+        adapters=adapters,
     )
     info = ModelInfo(
         architecture=found.architecture,
@@ -366,13 +372,13 @@ def _start(
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
-    leading = runner if ranks is None else LeadingRunner(runner, ranks)
     if peers is not None:
         peers.ready()
     engine = Engine(
         scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
         eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
         peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
+        adapters=adapters,
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
     devices = all_devices(config, runner, ranks)
@@ -391,3 +397,9 @@ def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> Ca
         ahead=plan.ahead,
         longest=plan.max_model_len,
     )
+
+
+def _vocabulary(config: EngineConfig, found: Resolved, ends: list[int]) -> Vocabulary:
+    own = config.text_source == config.model
+    folder = found.weights if own else locate(config.text_source, weights=False)
+    return Vocabulary.load(folder, found.shape.vocab_size, ends)

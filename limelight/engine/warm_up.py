@@ -1,5 +1,7 @@
 """Steps of every shape that serving has, run once at the start: no request pays for them."""
 
+from itertools import product
+
 from limelight.engine import pretended
 from limelight.engine.drafters import FoundDrafter
 from limelight.engine.memory import MemoryPlan
@@ -28,12 +30,16 @@ def warm_up(
     """
     longest = min(plan.chunk, plan.max_model_len - 1)
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1, repetition_penalty=1.1)
-    admissions = pretended.admit(plan.max_num_seqs, longest + 1, params)
-    steps = _warm_steps(plan, longest, on_gpu=runner.device.type == "cuda")
+    on_gpu = runner.device.type == "cuda"
+    slots = (1, 0) if on_gpu and runner.adapters.has_room else (0,)  # with adapters and without
+    admitted = [
+        pretended.admit(plan.max_num_seqs, longest + 1, params, adapter_slot=slot) for slot in slots
+    ]
+    steps = _warm_steps(plan, longest, on_gpu=on_gpu)
     kinds = (False,) if drafter is None else (True, False)  # with drafts and without
     with progress.phase("warming up", len(steps)) as advance:
         for grants in steps:
-            for drafts in kinds:
+            for admissions, drafts in product(admitted, kinds):
                 runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
     if runner.device.type == "cuda" and able(runner.storage.caches[0]):

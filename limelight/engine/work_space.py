@@ -8,6 +8,7 @@ from limelight.models.loader import Model
 from limelight.ops import paging
 from limelight.ops.fp4 import FP4
 from limelight.ops.kept import KEPT_BYTES
+from limelight.ops.lora import Adapted
 from limelight.parallel.expert_mesh import MOST_GATHERED, ExpertMesh
 from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
 
@@ -47,7 +48,8 @@ def _of_step(config: EngineConfig, found: "Resolved") -> int:
 def _unpacked(config: EngineConfig, outline: Model, found: "Resolved") -> int:
     """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows, in
     graphs too."""
-    packed = [w for module in outline.modules() for w in vars(module).values() if type(w) is FP4]
+    held = [w for module in outline.modules() for w in vars(module).values()]
+    packed = [w for w in (w.base if type(w) is Adapted else w for w in held) if type(w) is FP4]
     if found.device.type == "cpu":
         return 0
     sizes = sorted({math.prod(weight.shape) for weight in packed})

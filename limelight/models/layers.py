@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from limelight.models.adapters import AdapterRoom
 from limelight.models.expert_parallel import DividedExperts
 from limelight.ops import experts, linear, norm
 from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
 from limelight.ops.fp4 import BLOCK, FP4, Weight
+from limelight.ops.lora import Matrix, without_adapters
 from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, summed
 from limelight.parallel.expert_mesh import ExpertMesh
@@ -85,8 +87,9 @@ class Placement:
     """What every layer of a model is built with; an outline has shapes and types, and no memory.
 
     `packed` tells whether the checkpoint has the tensor of a name as NVFP4. `prefix` is what the
-    names of a layer begin with; `targets` gathers them for the whole model. With `experts` ranks
-    hold whole experts, and bring rows of their own to them.
+    names of a layer begin with; `targets` gathers them for the whole model. With `adapters` there
+    is room for these beside every matrix of a layer. With `experts`
+    ranks hold whole experts, and bring rows of their own to them.
     """
 
     mesh: Mesh
@@ -96,6 +99,7 @@ class Placement:
     packed: Callable[[str], bool] = nothing_is_packed
     prefix: str = ""
     targets: Targets = field(default_factory=dict)
+    adapters: AdapterRoom | None = None
     experts: ExpertMesh | None = None
 
     @property
@@ -145,7 +149,7 @@ class Placement:
         experts: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         dummy: Dummy,
-    ) -> Weight:
+    ) -> Matrix:
         """The weights of a product: `parts` one below the other, of `columns` columns each.
 
         This rank holds the columns `take`. With `count`, the matrices of so many experts, or of
@@ -171,7 +175,10 @@ class Placement:
             shape = (*front, part.size, columns)
             part_take = (*map(all_of, front), part.take, take)
             self.fill(f"{part.name}.weight", into, shape, part_take, dummy, experts)
-        return weight
+        if self.adapters is None:
+            return weight
+        device = torch.device("meta") if self.outline else self.device
+        return self.adapters.beside(weight, self.prefix, parts, columns, take, device)
 
     def _plain(self, *shape: int, dtype: torch.dtype | None) -> nn.Parameter:
         """FP32 on a CPU keeps a matrix's input dimension outermost in memory: for the few rows of a
@@ -308,7 +315,8 @@ class LMHead(nn.Module):
         self.first = first = min(mesh.rank * share, vocab_size)
         part = Part("lm_head", vocab_size, slice(first, min(first + share, vocab_size)))
         dtype = torch.float32 if place.device.type == "cpu" else place.dtype
-        self.weight = place.matrix([part], size, dtype=dtype, dummy=UNIT)
+        weight = replace(place, adapters=None).matrix([part], size, dtype=dtype, dummy=UNIT)
+        self.weight = without_adapters(weight)
         # One rank's share alone has no others to gather from.
         self.outputs = part.held if mesh.group is None else vocab_size
         self.padding = share - part.held

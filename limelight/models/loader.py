@@ -51,7 +51,7 @@ def read_config(folder: Path) -> tuple[str, FlintConfig | BeamConfig]:
 
 
 def build(architecture: str, config: FlintConfig | BeamConfig, place: Placement) -> Model:
-    """The model with unset weights."""
+    """The model with unset weights, and `adapters` as the place has them."""
     place = replace(place, targets={})
     model = MODELS[architecture][0](config, place)  # type: ignore[arg-type]
     # Python finds weights and layers here at once; torch's own search is 5 % of a step on a CPU.

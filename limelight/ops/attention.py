@@ -206,19 +206,21 @@ def _launch_paged_attention(
     out_THC = torch.empty(shape, dtype=qkv_TN.dtype, device=qkv_TN.device)
     gate_THC = None if gate_bias_H is None else gate_of(qkv_TN, out_THC)
     end = End(sinks_H, gate_THC, gate_bias_H)
-    mixed = layout.mixed is not None
-    if layout.few == len(layout.rows_B) and not mixed:
+    ordered, mixed = is_batch_invariant(), layout.mixed is not None
+    if layout.few == len(layout.rows_B) and not mixed and not ordered:
         fresh = decode.Preparation(weight_2C, heads, turn, ssmax_T)
         decode.launch(qkv_TN, cache, layout, out_THC, end, fresh=fresh, scale=scale)
         return out_THC
     q_THC = rope.prepare.kernel(
         qkv_TN, weight_2C, cache, layout.slots_T, heads=heads, turn=turn, ssmax_T=ssmax_T
     )
-    if layout.few or mixed:
+    if (layout.few or mixed) and not ordered:
         decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
-    prompt = chosen(layout.prompts, cache) if layout.window is None else None
+    prompt = chosen(layout.prompts, cache) if layout.window is None and not ordered else None
     begun = None if prompt is None else far(q_THC, cache, layout, prompt, scale=scale)
-    prefill.launch(q_THC.flatten(1), cache, layout, out_THC, end, scale=scale, far=begun)
+    prefill.launch(
+        q_THC.flatten(1), cache, layout, out_THC, end, scale=scale, far=begun, ordered=ordered
+    )
     return out_THC
 
 

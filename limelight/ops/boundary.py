@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import cdiv, norm, op, pdl
-from limelight.ops.combine import Routed, weighted_sum
+from limelight.ops.combine import Unsummed, weighted_sum
 from limelight.ops.norm import (
     add_rmsnorm_reference,
     added,
@@ -44,8 +44,8 @@ from limelight.ops.norm import (
 )
 
 # The most bytes of all rows of a rank, by the number of ranks: sent once, and sent twice. Above
-# them a collective and a norm are as good. Not measured yet.
-MOST_BYTES = {2: (2**19, 2**22), 4: (2**18, 2**22), 8: (2**17, 2**22)}
+# them a collective and a norm are as good. Measured for two ranks, assumed for more.
+MOST_BYTES = {2: (2**20, 2**23), 4: (2**18, 2**22), 8: (2**17, 2**22)}
 WORD, FLAG = 8, 4  # bytes
 
 
@@ -152,13 +152,13 @@ class Partial:
     `plainly` adds up the summands of all ranks by a collective.
     """
 
-    part: torch.Tensor | Routed
+    part: torch.Tensor | Unsummed
     peers: Peers
     plainly: Callable[[torch.Tensor], torch.Tensor]
 
     def total(self) -> torch.Tensor:
         """The sum, without this file's kernels."""
-        return self.plainly(self.part.combined() if isinstance(self.part, Routed) else self.part)
+        return self.plainly(self.part.combined() if isinstance(self.part, Unsummed) else self.part)
 
 
 # What may be added to a stream.
@@ -394,8 +394,8 @@ def _twice_kernel(
         t += tl.num_programs(0)
 
 
-# Threads that a GPU of 100 multiprocessors holds at once, whatever registers they need. All rows
-# that wait for each other are then there, whichever begins first.
+# Of all programs: about as many as are there at once. They begin in the order of rows, so that on
+# every rank the first rows that are not done are among them, and wait for none that is not.
 THREADS = 100 * 1024
 
 
@@ -416,7 +416,7 @@ def _launch(
         return out_TD, y_TD
     part = partial.part
     summands: tuple[torch.Tensor | None, ...]
-    if isinstance(part, Routed):
+    if isinstance(part, Unsummed):
         summands = (part.out_PD, part.added_TD, part.weights_TN)
         stride, factor, count = 0, part.scale, part.weights_TN.shape[1]
     else:

@@ -51,7 +51,7 @@ def _combine_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class Unsummed:
     """Outputs of the experts of T rows, N each, that are still to be summed: see `experts.py`."""
 
     out_PD: torch.Tensor  # [T * N, D]

@@ -5,16 +5,19 @@ does (`fp32`, or silu and product apart); each expert's output is rounded, their
 FP32 and rounded once. Then come the scale and the shared expert's rounded output, each rounded.
 
 Kernels for a few rows read the chosen experts alone (`chosen.py`); many rows are sorted by expert
-first (`grouped.py`).
+first (`grouped.py`). In a step whose rows have adapters beside the routed experts' weights, each
+product is a kernel of its own (`adapted.py`).
 """
 
 import torch
 
 from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
-from limelight.ops.activation import swiglu, swiglu_fp32
+from limelight.ops.activation import Activation, swiglu, swiglu_fp32
+from limelight.ops.adapted import adapted_moe
 from limelight.ops.chosen import few_moe, most_rows
-from limelight.ops.combine import Routed
-from limelight.ops.fp4 import FP4, Weight, multiply_reference
+from limelight.ops.combine import Unsummed
+from limelight.ops.fp4 import FP4, multiply_reference
+from limelight.ops.lora import Adapted, Matrix, add_lora, needed, without_adapters
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
 # once, in two products, beat a loop over those chosen while they are at most this many times the
@@ -25,12 +28,12 @@ ALL_AT_ONCE_WASTE = 4
 
 def moe_reference(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
     *,
     fp32: bool,
     scale: float = 1.0,
@@ -39,10 +42,13 @@ def moe_reference(
 
     The shared expert, where there is one, may be of another width."""
     act = swiglu_fp32 if fp32 else swiglu
+    gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
     few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
     alike = is_batch_invariant()
-    if len(y_TD) == 1 and not alike:
+    if isinstance(gate_up_EGD, Adapted) or isinstance(down_EDF, Adapted):
+        out_TD = _adapted_sum(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
+    elif len(y_TD) == 1 and not alike:
         parts = [
             multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
             for e in ids_TN[0].tolist()
@@ -73,9 +79,44 @@ def moe_reference(
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:
-        inner_TF = act(multiply_reference(y_TD, shared_gate_up_GD))
-        out_TD = out_TD + multiply_reference(inner_TF, shared_down_DF)
+        inner_TF = linear.swiglu_project.reference(y_TD, shared_gate_up_GD, fp32=fp32)
+        out_TD = out_TD + linear.project.reference(inner_TF, shared_down_DF)
     return out_TD
+
+
+def _adapted_sum(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    act: Activation,
+) -> torch.Tensor:
+    """The weighted sum where a row's adapter adds to what its experts make."""
+    order_P = ids_TN.flatten().argsort(stable=True)
+    rows_P = order_P // ids_TN.shape[1]
+    sizes = torch.bincount(ids_TN.flatten(), minlength=len(gate_up_EGD)).tolist()
+    parts = [
+        _product_of(e, act(_product_of(e, y_TD[rows_X], rows_X, gate_up_EGD)), rows_X, down_EDF)
+        for e, rows_X in enumerate(rows_P.split(sizes))
+        if sizes[e]
+    ]
+    out_PD = torch.cat([y_TD[:0], *parts])[order_P.argsort()]
+    return _weighted_sum(weights_TN, out_PD.unflatten(0, ids_TN.shape))
+
+
+def _product_of(
+    e: int, x_XF: torch.Tensor, rows_X: torch.Tensor, weight_EDF: Matrix
+) -> torch.Tensor:
+    """That of an expert, for these rows of the step."""
+    if not isinstance(weight_EDF, Adapted):
+        return multiply_reference(x_XF, weight_EDF[e])
+    own, adapters_T = weight_EDF.expert(e), weight_EDF.step.of_rows_T
+    assert adapters_T is not None
+    y_XD = multiply_reference(x_XF, own.base)
+    return add_lora.reference(
+        x_XF, adapters_T[rows_X], own.a, own.b, own.starts, own.sizes, onto=y_XD
+    )
 
 
 def _weighted_sum(weights_TN: torch.Tensor, out_TND: torch.Tensor) -> torch.Tensor:
@@ -84,10 +125,10 @@ def _weighted_sum(weights_TN: torch.Tensor, out_TND: torch.Tensor) -> torch.Tens
 
 def _check(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
 ) -> None:
     experts, size, width = down_EDF.shape
     assert y_TD.shape[1] == size and y_TD.stride(1) == 1
@@ -97,7 +138,7 @@ def _check(
         assert shared_gate_up_GD.shape == (2 * shared_down_DF.shape[1], size)
         assert len(shared_down_DF) == size
         held += [shared_gate_up_GD, shared_down_DF]
-    for weight in held:
+    for weight in map(without_adapters, held):
         if isinstance(weight, FP4):
             weight.check()
         else:
@@ -106,12 +147,12 @@ def _check(
 
 def _launch_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
     *,
     fp32: bool,
     scale: float = 1.0,
@@ -120,21 +161,21 @@ def _launch_moe(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
         fp32=fp32, scale=scale,
     )  # fmt: skip
-    return out.combined() if isinstance(out, Routed) else out
+    return out.combined() if isinstance(out, Unsummed) else out
 
 
 def unsummed_moe_reference(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     """As `moe`; where a kernel of its own would sum the experts' outputs, these as they are."""
     return moe_reference(
         y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
@@ -144,36 +185,48 @@ def unsummed_moe_reference(
 
 def _launch_unsummed_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: Matrix,
+    down_EDF: Matrix,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: Matrix | None,
+    shared_down_DF: Matrix | None,
     *,
     fp32: bool,
     scale: float = 1.0,
-) -> torch.Tensor | Routed:
+) -> torch.Tensor | Unsummed:
     _check(y_TD, gate_up_EGD, down_EDF, shared_gate_up_GD, shared_down_DF)
+    gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     assert weights_TN.shape == ids_TN.shape and len(ids_TN) == len(y_TD)
     assert weights_TN.dtype == torch.float32
     assert weights_TN.is_contiguous() and ids_TN.is_contiguous()
     if not len(y_TD):
         return torch.empty_like(y_TD)
-    alike = isinstance(gate_up_EGD, FP4) == isinstance(down_EDF, FP4)
-    few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
-    added_TD = None
+    added_TD, wide_GD, narrow_DF = None, None, None
     if shared_gate_up_GD is not None and shared_down_DF is not None:
-        kinds = {isinstance(w, FP4) for w in (gate_up_EGD, shared_gate_up_GD, shared_down_DF)}
-        if len(kinds) > 1:
+        shared = needed(shared_gate_up_GD), needed(shared_down_DF)
+        kinds = set(map(_kind, (gate_up_EGD, *shared)))
+        if len(kinds) > 1 or Adapted in kinds:
             # The kernels take routed and shared weights of one kind.
-            inner_TF = linear.swiglu_project.kernel(y_TD, shared_gate_up_GD, fp32=fp32)
-            added_TD = linear.project.kernel(inner_TF, shared_down_DF)
-            shared_gate_up_GD = shared_down_DF = None
+            inner_TF = linear.swiglu_project.kernel(y_TD, shared[0], fp32=fp32)
+            added_TD = linear.project.kernel(inner_TF, shared[1])
+        else:
+            wide_GD, narrow_DF = map(without_adapters, shared)
+    if isinstance(gate_up_EGD, Adapted) or isinstance(down_EDF, Adapted):
+        return adapted_moe(
+            y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, added_TD, fp32=fp32, scale=scale
+        )
+    alike = _kind(gate_up_EGD) == _kind(down_EDF)
+    few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    few = few and not is_batch_invariant()
     return (few_moe if few else grouped.unsummed_moe)(
-        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, shared_gate_up_GD, shared_down_DF,
-        added_TD, fp32=fp32, scale=scale,
+        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, wide_GD, narrow_DF, added_TD,
+        fp32=fp32, scale=scale,
     )  # fmt: skip
+
+
+def _kind(weight: Matrix) -> type:
+    return torch.Tensor if isinstance(weight, torch.Tensor) else type(weight)
 
 
 moe = op(reference=moe_reference, kernel=_launch_moe)

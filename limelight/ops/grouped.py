@@ -13,9 +13,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from limelight.ops import by_size, cdiv, grouped_fp4, next_power_of_2, pdl, stages
+from limelight.ops import (
+    by_size,
+    cdiv,
+    grouped_fp4,
+    is_batch_invariant,
+    next_power_of_2,
+    pdl,
+    stages,
+)
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import (
     FP4,
     Matrices,
@@ -26,7 +34,6 @@ from limelight.ops.fp4 import (
     unpack,
     words_of,
 )
-from limelight.ops.grouped_few import MOST_EACH, MOST_PAIRS, few_each, fits
 
 
 @triton.jit
@@ -262,7 +269,7 @@ def _routed_down(
 
 
 @triton.jit
-def _grouped_down_kernel(
+def grouped_down_kernel(
     inner, shared_inner, down, shared_down, factors, shared_factors, block_rows, blocks,
     out, shared_out, rows,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
@@ -304,7 +311,7 @@ def _grouped_down_kernel(
 
 
 @triton.jit
-def _grouped_fp4_kernel(
+def grouped_fp4_kernel(
     x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
     block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
     N: tl.constexpr, K: tl.constexpr, SHARED_N: tl.constexpr, SHARED_K: tl.constexpr,
@@ -378,12 +385,15 @@ TILES = {
     2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),
 }
 
+# Where rows must not depend on their number, as if there were so many pairs an expert.
+EACH_WHERE_INVARIANT = 48
+
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
 FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}}
 
 
-def _sort(
+def sort_pairs(
     ids_TN: torch.Tensor, experts: int, block_m: int, *, absent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs of each row of each block; and of each block the expert and its rows, packed. With
@@ -434,7 +444,7 @@ def _described(
     return found
 
 
-def _words(*weights: FP4 | None) -> list[torch.Tensor | None]:
+def words_of_each(*weights: FP4 | None) -> list[torch.Tensor | None]:
     """The weights as their kernel takes them."""
     found: list[torch.Tensor | None] = []
     for weight in weights:
@@ -466,8 +476,8 @@ def _decoding(
         kinds = 2 if sizes["GATED"] else 1
         tiles = (cdiv(kinds * sizes[n], tile["BLOCK_N"]) for n in ("N", "SHARED_N"))
         programs = sum(n * b for n, b in zip(tiles, (most, shared_blocks), strict=True))
-        _grouped_fp4_kernel[(programs,)](
-            x, shared_x, *_words(*weights), *blocks, out, shared_out, rows,
+        grouped_fp4_kernel[(programs,)](
+            x, shared_x, *words_of_each(*weights), *blocks, out, shared_out, rows,
             x.stride(0), shared_x.stride(0), **sizes, FP32=fp32, **tile, **pdl(y_TD),
         )  # fmt: skip
 
@@ -482,11 +492,11 @@ def _decoding(
     return out_PD, shared_TD
 
 
-def _fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
+def fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
     return tile | {"num_stages": stages(tensor, tile["num_stages"])}
 
 
-def _held(
+def unpacked(
     tile: Tile, weights: Pair, dtype: torch.dtype, *, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """Weights as their kernel takes them, unpacked, and what scales their rows."""
@@ -523,13 +533,13 @@ def _multiplying(
     programs = most * cdiv(width, gate_up["BLOCK_N"])
     programs += shared_blocks * cdiv(shared, gate_up["BLOCK_N"])
     _grouped_gate_up_kernel[(programs,)](
-        y_TD, *_held(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
+        y_TD, *unpacked(gate_up, gate_up_EGD, y_TD.dtype, gate_up=True), *blocks,
         inner_PF, shared_TF, rows, y_TD.stride(0), **sizes, FP32=fp32, **gate_up, **pdl(y_TD),
     )  # fmt: skip
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    _grouped_down_kernel[((most + shared_blocks) * cdiv(size, down["BLOCK_N"]),)](
-        inner_PF, shared_TF, *_held(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
+    grouped_down_kernel[((most + shared_blocks) * cdiv(size, down["BLOCK_N"]),)](
+        inner_PF, shared_TF, *unpacked(down, down_EDF, y_TD.dtype, gate_up=False), *blocks,
         out_PD, shared_TD, rows, **sizes, **down, **pdl(y_TD),
     )  # fmt: skip
     return out_PD, shared_TD
@@ -540,23 +550,20 @@ def outputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each pair's output and the shared expert's; with `absent` an id of E means no expert."""
     count, experts = ids_TN.shape[1], len(down[0])
-    each = cdiv(ids_TN.numel(), experts)
+    each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(ids_TN.numel(), experts)
     if isinstance(gate_up[0], FP4) and isinstance(down[0], FP4) and each <= max(FP4_TILES):
         assert not isinstance(gate_up[1], torch.Tensor) and not isinstance(down[1], torch.Tensor)
         weights = (gate_up[0], gate_up[1]), (down[0], down[1])
-        whole, few = fits(weights[1]), each <= MOST_EACH and ids_TN.numel() <= MOST_PAIRS
-        if whole and few and not absent:
-            return few_each(y_TD, *weights, ids_TN, fp32)
-        if whole and each <= grouped_fp4.MOST_EACH and y_TD.dtype in grouped_fp4.DTYPES:
-            blocks = _sort(ids_TN, experts, grouped_fp4.BLOCK_M, absent=absent)
+        if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
+            blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M, absent=absent)
             return grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
-        tile = _fitted(by_size(FP4_TILES, each), y_TD)
-        blocks = _sort(ids_TN, experts, tile["BLOCK_M"], absent=absent)
+        tile = fitted(by_size(FP4_TILES, each), y_TD)
+        blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"], absent=absent)
         return _decoding(y_TD, *weights, blocks, tile, count, fp32)
     block_m, *tiles = by_size(TILES, each)
-    blocks = _sort(ids_TN, experts, block_m, absent=absent)
-    fitted = (_fitted(tiles[0], y_TD), _fitted(tiles[1], y_TD))
-    return _multiplying(y_TD, gate_up, down, blocks, fitted, count, fp32)
+    blocks = sort_pairs(ids_TN, experts, block_m, absent=absent)
+    fit = (fitted(tiles[0], y_TD), fitted(tiles[1], y_TD))
+    return _multiplying(y_TD, gate_up, down, blocks, fit, count, fp32)
 
 
 def unsummed_moe(
@@ -571,13 +578,13 @@ def unsummed_moe(
     *,
     fp32: bool,
     scale: float,
-) -> Routed:
+) -> Unsummed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
     out_PD, shared_TD = outputs(
         y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
         absent=False,
     )  # fmt: skip
-    return Routed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
+    return Unsummed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
 
 
 def grouped_moe(

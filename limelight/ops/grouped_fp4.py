@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from limelight.ops import by_size, cdiv, pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import DECODED_PAIRS, FP4, LEFT
+from limelight.ops.fp4 import BLOCK, DECODED_PAIRS, FP4, LEFT
 from limelight.ops.fp4_few import few_parts
 
 # Rows of a block, and the columns of a chunk.
@@ -98,11 +98,10 @@ def _chunks(columns, ahead):
 
 
 @gluon.constexpr_function
-def _held(chunks, blocks):
-    """Chunks of so many blocks of x that a program holds at a time, a power of two: all of them,
-    else few, for they come through registers while weights are under way."""
-    most = MOST_HELD // blocks
-    return triton.next_power_of_2(chunks) if chunks <= most else most // 2
+def _held(chunks):
+    """Chunks of x that a program holds at a time, a power of two: all of them, else few, for they
+    come through registers while weights are under way."""
+    return triton.next_power_of_2(chunks) if chunks <= MOST_HELD else MOST_HELD // 2
 
 
 @gluon.jit
@@ -270,14 +269,14 @@ def _finish(
 def _tiles(
     x, stride_x, words, scales, factors, out, rows, start, valid, first,
     N: gl.constexpr, K: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr,
-    FP32: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, TIMES: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr,
+    FP32: gl.constexpr, BLOCK_N: gl.constexpr, TIMES: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """TIMES tiles of BLOCK_N rows of a weight, from that of the `first` output on, by BLOCKS blocks
-    of 8 rows."""
+    """TIMES tiles of BLOCK_N rows of a weight, from that of the `first` output on, by a block of 8
+    rows."""
     CHUNKS: gl.constexpr = _chunks(K, AHEAD)
     OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    PIECE: gl.constexpr = _held(CHUNKS, BLOCKS)
+    PIECE: gl.constexpr = _held(CHUNKS)
     PIECES: gl.constexpr = (CHUNKS + PIECE - 1) // PIECE
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     places = _places(first, N, K, GATED, BLOCK_N)
@@ -289,29 +288,18 @@ def _tiles(
         tl.extra.cuda.gdc_wait()
         if GATED:
             tl.extra.cuda.gdc_launch_dependents()
-    held = ()
-    for _ in gl.static_range(BLOCKS):
-        room = gl.allocate_shared_memory(
-            x.dtype.element_ty, [PIECE, 4, 8, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        )
-        held = held + (room,)  # type: ignore[assignment]
+    held = gl.allocate_shared_memory(
+        x.dtype.element_ty, [PIECE, 4, 8, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
     if PIECES == 1:
-        for b in gl.static_range(BLOCKS):
-            _hold(x, stride_x, rows, start + 8 * b, valid - 8 * b, held[b], 0, K, COUNT)
+        _hold(x, stride_x, rows, start, valid, held, 0, K, COUNT)
         # Here, or else it comes to stand within the loop.
         gl.thread_barrier()
     for tile in range(TIMES):
-        sums = ()
-        for _ in gl.static_range(BLOCKS):
-            zeros = gl.zeros([BLOCK_N, 8], gl.float32, layout=SUMS)
-            sums = sums + (zeros,)  # type: ignore[assignment]
+        sum_NM = gl.zeros([BLOCK_N, 8], gl.float32, layout=SUMS)
         for piece in range(PIECES):
             if PIECES > 1:
-                for b in gl.static_range(BLOCKS):
-                    _hold(
-                        x, stride_x, rows, start + 8 * b, valid - 8 * b, held[b], piece * PIECE,
-                        K, COUNT,
-                    )  # fmt: skip
+                _hold(x, stride_x, rows, start, valid, held, piece * PIECE, K, COUNT)
                 gl.thread_barrier()
             for chunk in range(0, gl.minimum(PIECE, CHUNKS - piece * PIECE), AHEAD):
                 later = ()
@@ -322,18 +310,10 @@ def _tiles(
                     )
                     later = later + (next_,)  # type: ignore[assignment]
                     left = _left(ahead[a], gl.DotOperandLayout(0, SUMS, 2))
-                    old = sums
-                    sums = ()
-                    for b in gl.static_range(BLOCKS):
-                        right = _right(held[b].index(chunk + a), gl.DotOperandLayout(1, SUMS, 2))
-                        total = mma_v2(left, right, old[b])
-                        sums = sums + (total,)
+                    right = _right(held.index(chunk + a), gl.DotOperandLayout(1, SUMS, 2))
+                    sum_NM = mma_v2(left, right, sum_NM)
                 ahead = later
-        for b in gl.static_range(BLOCKS):
-            _finish(
-                sums[b], factors, out, rows, start + 8 * b, valid - 8 * b,
-                first + tile * OUTPUTS, N, GATED, FP32,
-            )  # fmt: skip
+        _finish(sum_NM, factors, out, rows, start, valid, first + tile * OUTPUTS, N, GATED, FP32)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -341,11 +321,11 @@ def _grouped_fp4_few_kernel(
     x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
     block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
     N: gl.constexpr, K: gl.constexpr, SHARED_N: gl.constexpr, SHARED_K: gl.constexpr,
-    COUNT: gl.constexpr, GATED: gl.constexpr, FP32: gl.constexpr, SHARED_BLOCKS: gl.constexpr,
-    BLOCK_N: gl.constexpr, TIMES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    COUNT: gl.constexpr, GATED: gl.constexpr, FP32: gl.constexpr, BLOCK_N: gl.constexpr,
+    TIMES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A block of up to 8 rows, of the shared expert SHARED_BLOCKS, by TIMES tiles of BLOCK_N rows
-    of the weight; COUNT rows of `out` share one of x.
+    """A block of up to 8 rows by TIMES tiles of BLOCK_N rows of the weight; COUNT rows of `out`
+    share one of x.
 
     Gate and up let down begin when they have waited, so `blocks` are whole whenever it reads them.
     """
@@ -354,16 +334,16 @@ def _grouped_fp4_few_kernel(
     SHARED_TILES: gl.constexpr = (SHARED_N + OUTPUTS - 1) // OUTPUTS
     TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     program = gl.program_id(0)
-    shared_programs = (rows + 8 * SHARED_BLOCKS - 1) // (8 * SHARED_BLOCKS) * SHARED_TILES
+    shared_programs = (rows + 7) // 8 * SHARED_TILES
     if PDL and not GATED:
         tl.extra.cuda.gdc_launch_dependents()
     if program < shared_programs:
         if SHARED_N:
-            start = program // SHARED_TILES * (8 * SHARED_BLOCKS)
+            start = program // SHARED_TILES * 8
             _tiles(
                 shared_x, stride_shared, shared_words, shared_scales, shared_factors, shared_out,
                 None, start, rows - start, program % SHARED_TILES * OUTPUTS,
-                SHARED_N, SHARED_K, 1, GATED, FP32, SHARED_BLOCKS, BLOCK_N, TIMES, AHEAD, PDL,
+                SHARED_N, SHARED_K, 1, GATED, FP32, BLOCK_N, TIMES, AHEAD, PDL,
             )  # fmt: skip
     else:
         program -= shared_programs
@@ -375,7 +355,7 @@ def _grouped_fp4_few_kernel(
             _tiles(
                 x, stride_x, words + e * (K // 8), scales + e * (K // 32), factors + e, out,
                 block_rows, program // TILES * 8, valid, program % TILES * OUTPUTS,
-                N, K, COUNT, GATED, FP32, 1, BLOCK_N, TIMES, AHEAD, PDL,
+                N, K, COUNT, GATED, FP32, BLOCK_N, TIMES, AHEAD, PDL,
             )  # fmt: skip
 
 
@@ -396,8 +376,12 @@ TILES: dict[int, tuple[Tile, Tile]] = {
         {"BLOCK_N": 64, "TIMES": 2, "AHEAD": 2, "num_warps": 4},
     ),
 }
-# Blocks of the shared expert's rows for which its weights are decoded once, by the most rows.
-SHARED_BLOCKS = {2**31: 1}
+
+
+def fits(y_TD: torch.Tensor, down: tuple[FP4, FP4 | None]) -> bool:
+    """Whether weights are decoded to the type of these rows, and have whole pairs of blocks."""
+    sizes = [size for weight in down if weight is not None for size in weight.shape[-2:]]
+    return y_TD.dtype in DTYPES and all(size % (2 * BLOCK) == 0 for size in sizes)
 
 
 def _parts(weight: FP4 | None) -> tuple[torch.Tensor | None, ...]:
@@ -418,16 +402,14 @@ def some_each(
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    tiles, together = by_size(TILES, rows * count), by_size(SHARED_BLOCKS, rows)
-    most, shared_blocks = len(blocks[1]), cdiv(rows, BLOCK_M * together)
+    tiles, most, shared_blocks = by_size(TILES, rows * count), len(blocks[1]), cdiv(rows, BLOCK_M)
 
     def launch(tile: Tile, x, shared_x, weights, out, shared_out, **sizes: int) -> None:
         outputs = tile["BLOCK_N"] * tile["TIMES"] // (2 if sizes["GATED"] else 1)
         programs, shared_programs = (cdiv(sizes[n], outputs) for n in ("N", "SHARED_N"))
         _grouped_fp4_few_kernel[(most * programs + shared_blocks * shared_programs,)](
             x, shared_x, *_parts(weights[0]), *_parts(weights[1]), *blocks, out, shared_out,
-            rows, x.stride(0), shared_x.stride(0), SHARED_BLOCKS=together, **sizes, FP32=fp32,
-            **tile, **pdl(y_TD),
+            rows, x.stride(0), shared_x.stride(0), **sizes, FP32=fp32, **tile, **pdl(y_TD),
         )  # fmt: skip
 
     launch(

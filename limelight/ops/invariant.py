@@ -1,9 +1,10 @@
-"""Products and attention on a CPU whose rows do not depend on what else is computed with them.
+"""Products and attention whose rows do not depend on what else is computed with them.
 
 A library's product of many rows adds in another order than that of one row. Here every product is
 one of TILE rows, the last ones padding: then a row's result depends neither on the number of rows
 nor on its place. Attention adds by tiles of KEYS keys, counted from the sequence's first token, so
-neither its batch nor its chunk matters; tiles that a row does not see add zeros.
+neither its batch nor its chunk matters; tiles that a row does not see add zeros. All but products
+is for a CPU: on a GPU `prefill.py`, `grouped.py` and `router.py` keep to one tile.
 """
 
 from collections.abc import Iterator
@@ -15,16 +16,28 @@ import torch.nn.functional as F
 from limelight.ops.paging import LayerCache, PagedLayout
 
 TILE, QUERIES, KEYS = 16, 8, 64
+TILE_ON_GPU = 64
+# Products of BF16 add up to so many keys in their order, whatever their number: one product has all
+# of a span, and its numbers are those of transformers' products of whole sequences.
+SPAN = 16 * KEYS
 # Scores that exist at once; a tile of queries is the least.
 SCORES_AT_ONCE = 2**22
 
 
-def linear(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
-    """x W^T in the type of both, [T, D]."""
-    rows = len(x_TF)
-    padded_TF = F.pad(x_TF, (0, 0, 0, -rows % TILE))
-    tiles = [F.linear(tile_XF, weight_DF) for tile_XF in padded_TF.split(TILE)]
-    return torch.cat(tiles)[:rows] if tiles else F.linear(x_TF, weight_DF)
+def linear(
+    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x W^T in the type of both, [T, D]; on a GPU also in another."""
+
+    def product(part_XF: torch.Tensor) -> torch.Tensor:
+        if dtype is None or dtype == x_TF.dtype:
+            return F.linear(part_XF, weight_DF)
+        return torch.mm(part_XF, weight_DF.T, out_dtype=dtype)
+
+    rows, tile = len(x_TF), TILE if x_TF.device.type == "cpu" else TILE_ON_GPU
+    padded_TF = F.pad(x_TF, (0, 0, 0, -rows % tile))
+    tiles = [product(part_XF) for part_XF in padded_TF.split(tile)] if rows else [product(x_TF)]
+    return torch.cat(tiles)[:rows]
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -98,8 +111,10 @@ class KeyTile:
     seen_JQL: torch.Tensor
 
 
-def _key_tiles(queries: Queries, layout: PagedLayout) -> Iterator[KeyTile]:
-    first_J, last_J = queries.lowest_J // KEYS, queries.highest_J // KEYS
+def _key_tiles(queries: Queries, layout: PagedLayout, *, span: int) -> Iterator[KeyTile]:
+    """From the beginning of a span on."""
+    first_J = queries.lowest_J // span * (span // KEYS)
+    last_J = queries.highest_J // KEYS
     size, positions_JQ1 = layout.block_size, queries.positions_JQ[:, :, None]
     for i in range(int((last_J - first_J).max()) + 1):
         at_JL = (first_J + i)[:, None] * KEYS + torch.arange(KEYS)
@@ -130,13 +145,18 @@ def attend(
     queries = _queries(layout)
     if queries is None:
         return out_THC
-    keys = int((queries.highest_J - queries.lowest_J).max()) + 2 * KEYS
+    span = SPAN if cache.pairs_2KSC.dtype == torch.bfloat16 else KEYS
+    keys = int((queries.highest_J - queries.lowest_J).max()) + span + KEYS
     step = max(1, SCORES_AT_ONCE // (q_THC.shape[1] * QUERIES * keys))
     for first in range(0, len(queries.rows_JQ), step):
         part = queries[first : first + step]
         real_JQ = part.rows_JQ >= 0
         q_JQHC = q_THC[part.rows_JQ.clamp(min=0)]
-        out_JQHC = _attend(q_JQHC, cache, list(_key_tiles(part, layout)), sinks_H, scale)
+        tiles = list(_key_tiles(part, layout, span=span))
+        if span == SPAN and sinks_H is None:
+            out_JQHC = _attend_by_torch(q_JQHC, cache, tiles, scale)
+        else:
+            out_JQHC = _attend(q_JQHC, cache, tiles, sinks_H, scale)
         out_THC[part.rows_JQ[real_JQ]] = out_JQHC[real_JQ].to(q_THC.dtype)
     return out_THC
 
@@ -148,12 +168,12 @@ def _attend(
     sinks_H: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """FP32 [J, Q, H, C]."""
+    """[J, Q, H, C] in FP32."""
     count, queries, heads, size = q_JQHC.shape
     kv_heads = cache.pairs_2KSC.shape[1]
     # The G query heads of one KV head stand side by side: Z = K J, X = G Q.
-    q_KJGQC = q_JQHC.float().view(count, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)
-    q_ZXC = q_KJGQC.reshape(kv_heads * count, -1, size)
+    q_KJGQC = q_JQHC.view(count, queries, kv_heads, -1, size).permute(2, 0, 3, 1, 4)
+    q_ZXC = q_KJGQC.reshape(kv_heads * count, -1, size).float()
     scores, values = [], []
     for tile in tiles:
         k_KJLC, v_KJLC = cache.read(tile.slots_JL)
@@ -161,10 +181,36 @@ def _attend(
         scores_KJGQL = torch.bmm(q_ZXC, k_ZLC.mT).view(*q_KJGQC.shape[:-1], KEYS) * scale
         scores.append(scores_KJGQL.masked_fill(~tile.seen_JQL[:, None], float("-inf")))
         values.append(v_KJLC.reshape(len(q_ZXC), KEYS, size))
-    best_KJGQ1 = torch.stack([one.amax(dim=-1) for one in scores]).amax(dim=0)[..., None]
-    sink_KJGQ1 = None
+    weights, total_KJGQ1 = _weights(scores, sinks_H)
     if sinks_H is not None:
-        sink_KJGQ1 = sinks_H.float().view(kv_heads, 1, -1, 1, 1)
+        weights = [one / total_KJGQ1 for one in weights]
+    rounded = [one.to(values[0].dtype).view(len(q_ZXC), -1, KEYS) for one in weights]
+    out_KJGQC = _sums(rounded, values).view(q_KJGQC.shape)
+    if sinks_H is None:
+        out_KJGQC = out_KJGQC / total_KJGQ1.clamp(min=torch.finfo(torch.float32).tiny)
+    return out_KJGQC.permute(1, 3, 0, 2, 4).reshape(q_JQHC.shape)
+
+
+def _attend_by_torch(
+    q_JQHC: torch.Tensor, cache: LayerCache, tiles: list[KeyTile], scale: float
+) -> torch.Tensor:
+    """The same in BF16 without sinks, by what transformers calls too."""
+    slots_JL = torch.cat([tile.slots_JL for tile in tiles], dim=-1)
+    seen_J1QL = torch.cat([tile.seen_JQL for tile in tiles], dim=-1)[:, None]
+    k_JKLC, v_JKLC = (x.transpose(0, 1) for x in cache.read(slots_JL))
+    out_JHQC = F.scaled_dot_product_attention(
+        q_JQHC.transpose(1, 2), k_JKLC, v_JKLC, attn_mask=seen_J1QL, scale=scale, enable_gqa=True
+    )
+    return out_JHQC.transpose(1, 2)
+
+
+def _weights(
+    scores: list[torch.Tensor], sinks_H: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """exp(score - best) of tiles [K, J, G, Q, L], and the sum over all of them and the sink."""
+    best_KJGQ1 = torch.stack([one.amax(dim=-1) for one in scores]).amax(dim=0)[..., None]
+    if sinks_H is not None:
+        sink_KJGQ1 = sinks_H.float().view(len(best_KJGQ1), 1, -1, 1, 1)
         best_KJGQ1 = torch.maximum(best_KJGQ1, sink_KJGQ1)
     # A padding query sees nothing.
     best_KJGQ1 = best_KJGQ1.masked_fill(best_KJGQ1 == float("-inf"), 0.0)
@@ -172,14 +218,17 @@ def _attend(
     total_KJGQ1 = torch.zeros_like(best_KJGQ1)
     for one in weights:
         total_KJGQ1 = total_KJGQ1 + one.sum(dim=-1, keepdim=True)
-    if sink_KJGQ1 is not None:
+    if sinks_H is not None:
         total_KJGQ1 = total_KJGQ1 + torch.exp(sink_KJGQ1 - best_KJGQ1)
-        weights = [one / total_KJGQ1 for one in weights]
-    out_ZXC = torch.zeros_like(q_ZXC)
-    for one, v_ZLC in zip(weights, values, strict=True):
-        rounded_ZXL = one.to(v_ZLC.dtype).float().view(len(q_ZXC), -1, KEYS)
-        out_ZXC = out_ZXC + torch.bmm(rounded_ZXL, v_ZLC.float())
-    out_KJGQC = out_ZXC.view(q_KJGQC.shape)
-    if sink_KJGQ1 is None:
-        out_KJGQC = out_KJGQC / total_KJGQ1.clamp(min=torch.finfo(torch.float32).tiny)
-    return out_KJGQC.permute(1, 3, 0, 2, 4).reshape(q_JQHC.shape)
+    return weights, total_KJGQ1
+
+
+def _sums(weights: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """The values by their weights, FP32 [Z, X, C]: tile by tile, of BF16 span by span."""
+    at_once = SPAN // KEYS if values[0].dtype == torch.bfloat16 else 1
+    total_ZXC = torch.zeros(())
+    for i in range(0, len(weights), at_once):
+        weights_ZXL = torch.cat(weights[i : i + at_once], dim=-1)
+        values_ZLC = torch.cat(values[i : i + at_once], dim=1)
+        total_ZXC = total_ZXC + torch.bmm(weights_ZXL, values_ZLC).float()
+    return total_ZXC

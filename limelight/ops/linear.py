@@ -12,21 +12,43 @@ the product is (Flint). The logits of `lm_head` are not rounded.
 
 One row and a few go through kernels of our own (`thin.py`), one row with norm and SwiGLU within.
 More rows, and more columns than registers hold, torch multiplies; NVFP4 weights `fp4.product`.
+
+Where a weight has adapters beside it and a row has one, what it adds to y follows the product;
+norm and SwiGLU are then kernels of their own.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import fp4, op, thin
+from limelight.ops import fp4, invariant, is_batch_invariant, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
 from limelight.ops.fp4 import FP4, Weight, multiply_reference
+from limelight.ops.lora import Adapted, Matrix, add_lora, needed
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
 
 
-def project_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
+def project_reference(x_TF: torch.Tensor, weight_DF: Matrix) -> torch.Tensor:
     """x W^T: [T, D]."""
-    return multiply_reference(x_TF, weight_DF)
+    weight_DF = needed(weight_DF)
+    if not isinstance(weight_DF, Adapted):
+        return multiply_reference(x_TF, weight_DF)
+    return _adapt(x_TF, weight_DF, multiply_reference(x_TF, weight_DF.base), add_lora.reference)
+
+
+def _adapt(
+    x_TF: torch.Tensor,
+    weight: Adapted,
+    y_TD: torch.Tensor,
+    add: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """y, and what the adapters of its rows add."""
+    adapters_T = weight.step.of_rows_T
+    return add(
+        x_TF, adapters_T, weight.a, weight.b, weight.starts, weight.sizes, onto=y_TD
+    )  # fmt: skip
 
 
 def _normed(
@@ -41,20 +63,20 @@ def norm_project_reference(
     h_TD: torch.Tensor,
     x_TD: Summand | None,
     norm_D: torch.Tensor,
-    weight_ND: Weight,
+    weight_ND: Matrix,
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h + x (without x: h itself), and the product [T, N] of its norm."""
     h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
-    return h_TD, multiply_reference(y_TD, weight_ND)
+    return h_TD, project_reference(y_TD, weight_ND)
 
 
 def norm_swiglu_reference(
     h_TD: torch.Tensor,
     x_TD: Summand | None,
     norm_D: torch.Tensor,
-    gate_up_GD: Weight,
+    gate_up_GD: Matrix,
     *,
     eps: float,
     fp32: bool,
@@ -64,10 +86,10 @@ def norm_swiglu_reference(
     return h_TD, swiglu_project_reference(y_TD, gate_up_GD, fp32=fp32)
 
 
-def swiglu_project_reference(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool) -> torch.Tensor:
+def swiglu_project_reference(x_TD: torch.Tensor, gate_up_GD: Matrix, *, fp32: bool) -> torch.Tensor:
     """SwiGLU [T, F] of x W^T; the rows of W are the gate's and then up's."""
     act = swiglu_fp32 if fp32 else swiglu
-    return act(multiply_reference(x_TD, gate_up_GD))
+    return act(project_reference(x_TD, gate_up_GD))
 
 
 def lm_head_reference(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
@@ -79,11 +101,18 @@ def lm_head_reference(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
 
 def _product(
     x_TF: torch.Tensor,
-    weight_DF: Weight,
+    weight_DF: Matrix,
     *,
     fp32: bool | None = None,
 ) -> torch.Tensor:
     """x W^T; `fp32` not None means SwiGLU follows."""
+    weight_DF = needed(weight_DF)
+    if isinstance(weight_DF, Adapted):
+        y_TD = _adapt(x_TF, weight_DF, _product(x_TF, weight_DF.base), add_lora.kernel)
+        return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
+    if is_batch_invariant():
+        y_TD = invariant.linear(x_TF, _unpacked(weight_DF))
+        return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
     if len(x_TF) == 1 and x_TF.shape[1] <= thin.MOST_COLUMNS:
         return thin.one_row(None, x_TF, None, weight_DF, fp32=fp32)[1]
     if thin.few_tile(len(x_TF), weight_DF) is not None:
@@ -94,7 +123,7 @@ def _product(
     return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
 
 
-def _launch_project(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
+def _launch_project(x_TF: torch.Tensor, weight_DF: Matrix) -> torch.Tensor:
     return _product(x_TF, weight_DF)
 
 
@@ -112,13 +141,14 @@ def _norm_product(
     h_TD: torch.Tensor,
     x_TD: Summand | None,
     norm_D: torch.Tensor,
-    weight_ND: Weight,
+    weight_ND: Matrix,
     *,
     eps: float,
     fp32: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS
-    if one and not isinstance(x_TD, Partial):
+    weight_ND = needed(weight_ND)
+    one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS and not is_batch_invariant()
+    if one and not isinstance(x_TD, Partial) and not isinstance(weight_ND, Adapted):
         sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
@@ -129,7 +159,7 @@ def _launch_norm_project(
     h_TD: torch.Tensor,
     x_TD: Summand | None,
     norm_D: torch.Tensor,
-    weight_ND: Weight,
+    weight_ND: Matrix,
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +170,7 @@ def _launch_norm_swiglu(
     h_TD: torch.Tensor,
     x_TD: Summand | None,
     norm_D: torch.Tensor,
-    gate_up_GD: Weight,
+    gate_up_GD: Matrix,
     *,
     eps: float,
     fp32: bool,
@@ -148,11 +178,19 @@ def _launch_norm_swiglu(
     return _norm_product(h_TD, x_TD, norm_D, gate_up_GD, eps=eps, fp32=fp32)
 
 
-def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Weight, *, fp32: bool) -> torch.Tensor:
+def _launch_swiglu_project(x_TD: torch.Tensor, gate_up_GD: Matrix, *, fp32: bool) -> torch.Tensor:
     return _product(x_TD, gate_up_GD, fp32=fp32)
 
 
+def _unpacked(weight: Weight) -> torch.Tensor:
+    """A weight where rows must not depend on their number: the start has seen to it."""
+    assert isinstance(weight, torch.Tensor), "products of NVFP4 weights depend on the rows"
+    return weight
+
+
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
+    if is_batch_invariant():
+        return invariant.linear(x_TD, _unpacked(weight_VD), dtype=torch.float32)
     if isinstance(weight_VD, FP4):
         # The matrix units, which leave more of the time to decoding, win where rows are many.
         if thin.few_tile(len(x_TD), weight_VD) is not None:

@@ -2,6 +2,10 @@
 
 The running maximum starts at the sink and the running sum at 1, the sink's own term. Weights are
 rounded to the type of the values before they are divided by the sum of the unrounded ones.
+
+Keys that all queries of a tile see are read without masks, after the others. Where a query's result
+must not depend on those beside it (`ordered`), all keys are read in their order, in tiles that are
+counted from the sequence's first token: tiles that a query does not see leave its sums as they are.
 """
 
 from dataclasses import dataclass
@@ -58,8 +62,8 @@ def _prefill_kernel(
     far_b, far_rows, far_keys, few, count, q_stride, table_stride, half_stride, gate_stride, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MIXED: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
+    MIXED: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QUERIES queries of one sequence and KV head; grid (tiles of all sequences, K)."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
@@ -121,6 +125,9 @@ def _prefill_kernel(
             inner = tl.minimum(tl.maximum(end - WINDOW, 0), end)
             inner = begin + tl.cdiv(inner - begin, KEYS) * KEYS
         outer = tl.maximum(begin + (oldest + 1 - begin) // KEYS * KEYS, inner)
+        if ORDERED:
+            begin = first // KEYS * KEYS
+            inner, outer = begin, begin
         left = (inner - begin) // KEYS
         for edge in tl.range(0, left + tl.cdiv(end - outer, KEYS)):
             at = tl.where(edge < left, begin + edge * KEYS, outer + (edge - left) * KEYS)
@@ -180,17 +187,20 @@ def launch(
     scale: float,
     far: Far | None = None,
     tile: Tile | None = None,
+    ordered: bool = False,
 ) -> None:
     """Attention of all sequences but the `few` first, or those with few queries, into `out_THC`;
-    from where `far` leaves one of them."""
+    from where `far` leaves one of them; `ordered`, of all, with the same tiles in every batch."""
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
     pairs, group = kernel_view(cache), heads // kv_heads
     full, windowed = (FULL, WINDOW) if cache.scales_2 is None else (FULL_FP8, WINDOW_FP8)
-    tile = tile or by_size(full if layout.window is None else windowed, layout.max_query)
+    most = 1 if ordered else layout.max_query
+    tile = tile or by_size(full if layout.window is None else windowed, most)
     rows = max(tile.rows, next_power_of_2(group))
     queries = rows // group
-    few = layout.few if layout.mixed is None else 0
+    mixed = None if ordered else layout.mixed
+    few = 0 if ordered or mixed is not None else layout.few
     count = len(layout.rows_B) - few
     begun = (None, None) if far is None else (far.out_THC, far.lse_TH)
     place = (0, 0, 0) if far is None else (far.b, far.rows, far.keys)
@@ -201,7 +211,7 @@ def launch(
         *place, few, count, q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1),
         end.gate_stride, scale * LOG2E.value,
         GROUP=group, KV_HEADS=kv_heads, C=head_dim, SIZE=layout.block_size,
-        WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys, MIXED=layout.mixed,
-        BLOCK_B=BLOCK_B,
+        WINDOW=layout.window, QUERIES=queries, ROWS=rows, KEYS=tile.keys, MIXED=mixed,
+        ORDERED=ordered, BLOCK_B=BLOCK_B,
         **end.options, num_warps=tile.warps, num_stages=stages(q_TN, tile.stages), **pdl(q_TN),
     )  # fmt: skip

@@ -338,9 +338,9 @@ def _logits(y_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """[parts, T, E], whose parts are to be summed."""
     _check(y_TD, router_ED)
     (rows, size), experts = y_TD.shape, len(router_ED)
-    if rows <= FEW:
+    if rows <= FEW and not is_batch_invariant():
         return _few_logits(y_TD, router_ED)[2]
-    tile = dict(by_size(TILES, rows))
+    tile = dict(by_size(TILES, 1 if is_batch_invariant() else rows))
     tile["SHARE"] = min(tile["SHARE"], size)
     parts = cdiv(size, tile["SHARE"])
     logits_PTE = y_TD.new_empty(parts, rows, experts, dtype=torch.float32)
@@ -398,7 +398,7 @@ def _launch_norm_route(
         return h_TD, y_TD, *_select(_logits(y_TD, router_ED), count=count, routed=routed)
     _check(x_TD, router_ED)
     assert h_TD.shape == x_TD.shape and h_TD.dtype == x_TD.dtype
-    if len(h_TD) <= FEW:
+    if len(h_TD) <= FEW and not is_batch_invariant():
         h_TD, y_TD, logits_PTE = _few_logits(h_TD, router_ED, x_TD, norm_D, eps)
     else:
         h_TD, y_TD = add_rmsnorm.kernel(h_TD, x_TD, norm_D, eps=eps)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from limelight.ops.boundary import Partial, Summand
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.parallel.mesh import Mesh
 
 
@@ -15,11 +15,11 @@ def all_reduce(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return x
 
 
-def summed(x: torch.Tensor | Routed, mesh: Mesh) -> Summand:
+def summed(x: torch.Tensor | Unsummed, mesh: Mesh) -> Summand:
     """The sum of every rank's `x` [T, D]: made here, or left to the norm that follows."""
     if mesh.peers is not None and mesh.leaves(len(x)):
         return Partial(x, mesh.peers, lambda x_TD: all_reduce(x_TD.clone(), mesh))
-    return all_reduce(x.combined() if isinstance(x, Routed) else x, mesh)
+    return all_reduce(x.combined() if isinstance(x, Unsummed) else x, mesh)
 
 
 def all_gather(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:

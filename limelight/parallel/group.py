@@ -48,6 +48,16 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
+def have_come(store: TCPStore, seat: Seat) -> bool:
+    """Whether all ranks above 0 are about to join: rank 0 then need not wait for them long."""
+    first = seat.data_rank * seat.size
+    return bool(store.check([_arrival(first + rank) for rank in range(1, seat.size)]))
+
+
+def _arrival(rank: int) -> str:
+    return f"rank {rank} has come"
+
+
 def join(
     store: TCPStore, device: torch.device, seat: Seat, *, width: int, dtype: torch.dtype
 ) -> Mesh:
@@ -56,6 +66,7 @@ def join(
     `width` and `dtype` are those of the rows [T, D] that the layers of a group sum.
     """
     on_gpu = device.type == "cuda"
+    store.set(_arrival(seat.world_rank), "")
     # What is summed here needs no multicast, whose set-up can fail where all else works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if sys.platform == "linux":

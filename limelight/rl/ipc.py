@@ -19,7 +19,7 @@ from limelight.rl.announced import Announced
 from limelight.rl.broadcasts import unpack
 from limelight.rl.pickled import Call, Name, read_pickled
 
-# Of the arguments of `rebuild_cuda_tensor`, in its order; None: any other plain value.
+# Of `rebuild_cuda_tensor`: how many arguments it has, and which of them is the device.
 ARGUMENTS = 15
 DEVICE = 6
 NAMES: dict[Name, object] = {
@@ -46,13 +46,19 @@ def read_handles(text: object) -> object:
 class IPC:
     """Maps what a trainer on the same GPU exports."""
 
-    def __init__(self, device: torch.device, *, packed: bool):
+    def __init__(self, *, index: int, uuid: str, packed: bool):
+        """For the GPU that this process knows by its `index`, and all by its `uuid`."""
+        self.index, self.uuid, self.packed = index, uuid, packed
+        self._mapped: tuple[tuple[object, ...], torch.Tensor] | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, *, packed: bool) -> "IPC":
+        """`ValueError` unless the device is a GPU."""
         if device.type != "cuda":
             raise ValueError("CUDA IPC needs an engine on a GPU")
-        self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.packed = packed
-        self.uuid = str(torch.cuda.get_device_properties(self.index).uuid)
-        self._mapped: tuple[tuple[object, ...], torch.Tensor] | None = None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        return cls(index=index, uuid=uuid, packed=packed)
 
     def check(self, announced: Sequence[Announced], info: dict[str, object]) -> None:
         """`ValueError` if a tensor has no handle for this GPU, or the sizes differ."""

@@ -60,7 +60,7 @@ def _meet_by_gloo(info: dict[str, object], rank: int, device: torch.device, seco
 
 
 def _meet_by_ipc(info: dict[str, object], rank: int, device: torch.device, seconds: float):
-    return IPC(device, packed=bool(info.get("packed", False)))
+    return IPC.on(device, packed=bool(info.get("packed", False)))
 
 
 Meet = Callable[[dict[str, object], int, torch.device, float], Transport]

@@ -19,6 +19,7 @@ from limelight.ops.trim import keep
 from limelight.ops.verify import NOTHING, verify_by, verify_by_odds, verify_greedy
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
+from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
@@ -74,7 +75,9 @@ class DraftedSteps:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        adapters: RowAdapters,
     ):
+        self.adapters = adapters
         self.model, self.drafter, self.sampler = model, drafter, sampler
         self.verifier = Verifier(sampler)
         self.storage, self.tables = drafter.storage, drafter.tables
@@ -101,12 +104,13 @@ class DraftedSteps:
             lambda tensors: self._step(tensors, self.extent_with_prompts(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_with_prompts(rows), {}),
             prompt_sizes(limit(self.max_num_batched_tokens)), progress,
-            name="graphs of drafts beside prompts",
+            name="graphs of drafts beside prompts", adapters=self.adapters,
         )  # fmt: skip
         self.graphs = Graphs(
             lambda tensors: self._step(tensors, self.extent_of_graph(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_of_graph(rows), {}),
             graph_sizes(limit(most)), progress, name="graphs of steps", beside=self.prompt_graphs,
+            adapters=self.adapters,
         )  # fmt: skip
         self.pass_graphs = Graphs(
             self._pass, lambda count: self._send_pass([], count),
@@ -338,7 +342,8 @@ class DraftedSteps:
         )  # fmt: skip
         paged = self.storage.paged(layouts)
         batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
-        hidden_TD = self._forward(rows.tokens_T, batch)
+        with self.adapters.of_rows(tensors.rows_B, rows.starts_B, len(rows.tokens_T)):
+            hidden_TD = self._forward(rows.tokens_T, batch)
         picked = rows.picked_R
         logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
         return hidden_TD, logits_RV, rows

@@ -7,14 +7,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from limelight.progress import Progress
+from limelight.runner.adapters import RowAdapters
 
 Inputs = TypeVar("Inputs")
 Outcome = TypeVar("Outcome")
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Sizes to capture: 1, 2, 4, multiples of 8, from 128 on of 16, and the largest."""
-    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, largest, 16), largest}
+    """Sizes to capture: 1, 2, 4, 12, multiples of 8, from 128 on of 16, and the largest."""
+    sizes = {1, 2, 4, 12, *range(8, 128, 8), *range(128, largest, 16), largest}
     return sorted(size for size in sizes if size <= largest)
 
 
@@ -30,7 +31,10 @@ def prompt_sizes(largest: int) -> list[int]:
 
 
 class Graphs(Generic[Inputs, Outcome]):
-    """One graph for each size; a smaller step is padded to the next."""
+    """One graph for each size; a smaller step is padded to the next.
+
+    Where there is room for `adapters`, one with and one without: steps without any take no longer.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Graphs(Generic[Inputs, Outcome]):
         *,
         name: str = "graphs",
         beside: "Graphs[Any, Any] | None" = None,
+        adapters: RowAdapters | None = None,
     ):
         """Capture `step` on the inputs of each size, filled with `padding`.
 
@@ -48,22 +53,33 @@ class Graphs(Generic[Inputs, Outcome]):
         """
         self.sizes = sizes
         self.pool: Any = None if beside is None else beside.pool
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.outcomes: dict[int, Outcome] = {}
-        with progress.phase(f"capturing {name}", len(self.sizes)) as advance:
+        self.adapters = adapters
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.outcomes: dict[tuple[int, bool], Outcome] = {}
+        adapted = adapters is not None and adapters.has_room
+        with progress.phase(f"capturing {name}", len(self.sizes) * (1 + adapted)) as advance:
             # From the largest down, so that the smaller ones find their memory in its pool.
             for size in reversed(self.sizes):
                 inputs = padding(size)
-                # Whatever is compiled or allocated once is so before the capture.
-                step(inputs)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # Other threads may ask the device meanwhile, as that of NCCL does.
-                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                    self.outcomes[size] = step(inputs)
-                self.pool = graph.pool()
-                self.graphs[size] = graph
+                if adapters is not None and adapted:
+                    with adapters.everywhere():
+                        self._capture(step, inputs, (size, True))
+                    advance(1)
+                self._capture(step, inputs, (size, False))
                 advance(1)
+
+    def _capture(
+        self, step: Callable[[Inputs], Outcome], inputs: Inputs, key: tuple[int, bool]
+    ) -> None:
+        # Whatever is compiled or allocated once is so before the capture.
+        step(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may ask the device meanwhile, as that of NCCL does.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            self.outcomes[key] = step(inputs)
+        self.pool = graph.pool()
+        self.graphs[key] = graph
 
     def size_for(self, count: int) -> int | None:
         """The size that holds a step, or None if it is larger than all."""
@@ -72,5 +88,6 @@ class Graphs(Generic[Inputs, Outcome]):
 
     def replay(self, size: int) -> Outcome:
         """Run the step on what was sent; what it leaves."""
-        self.graphs[size].replay()
-        return self.outcomes[size]
+        key = size, self.adapters is not None and self.adapters.in_step
+        self.graphs[key].replay()
+        return self.outcomes[key]

@@ -9,21 +9,21 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
+from limelight.models.adapters import AdapterRoom
 from limelight.models.batch import Batch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES, Prompt
-from limelight.ops.pieces import Cuts
-from limelight.ops.sample import sample
 from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
-from limelight.parallel.sampling import sample_shares
 from limelight.progress import Progress
+from limelight.runner.adapters import RowAdapters
 from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
+from limelight.runner.drawing import draw, draws_shares
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     BlockTables,
@@ -39,15 +39,11 @@ from limelight.runner.inputs import (
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
-from limelight.steps import Admission, Grant, StepPlan, StepResult
+from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
     import xgrammar
-
-# Of fewer rows a GPU gathers all logits sooner than ranks tell each other what they have of them.
-# Not measured yet.
-LEAST_SHARED_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -73,6 +69,7 @@ class ModelRunner:
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         batch_invariant: bool = False,
+        room: AdapterRoom | None = None,
     ):
         self.model, self.storage, self.mesh = model, storage, model.head.mesh
         self.device = storage.pool.device
@@ -102,9 +99,9 @@ class ModelRunner:
             chooses=self.mesh.rank == 0,
             logprobs_mode=logprobs_mode,
         )
+        self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
-        # The same for many rows without cut-offs, whose logits several ranks need not gather.
-        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None
+        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None  # without cut-offs
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
         self.experts = DividedLayers(model, self.device)
@@ -126,8 +123,13 @@ class ModelRunner:
         self.drafted = DraftedSteps(
             self.model, drafter, self.sampler,
             max_num_seqs=self.tables.nobody, max_num_batched_tokens=self.max_num_batched_tokens,
+            adapters=self.adapters,
         )  # fmt: skip
         return drafter
+
+    def read_adapter(self, move: AdapterMove) -> None:
+        """Take an adapter into host memory at once; `ValueError` for what cannot be served."""
+        self.adapters.move(move)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""
@@ -144,10 +146,13 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self.experts.pace(plan)
-        if not plan.grants:
+        for move in plan.moves:
+            self.adapters.move(move)
+        if not plan.grants and plan.together is not None:
             return self._lend(plan)
         for admission in plan.admissions:
             self._admit(admission)
+        self.adapters.begin(plan.grants)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
         # Attention takes the sequences with few queries first.
         grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
@@ -187,7 +192,7 @@ class ModelRunner:
         hidden_RD = hidden_TD[tensors.samples_R]
         if on_device:
             cuts = any(rule.truncated for rule in rules)
-            launched.judged = self._draw(hidden_RD, tensors, cuts=cuts)
+            launched.judged = draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
             return launched
         logits_RV = self.model.logits(hidden_RD)
         slots = [grant.slot for grant in sampling]
@@ -221,18 +226,21 @@ class ModelRunner:
             self.prompt_graphs = Graphs(
                 self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
                 prompt_sizes(most(self.max_num_batched_tokens)), progress,
-                name="graphs of steps with prompts", beside=beside,
+                name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
             )  # fmt: skip
             self.graphs = Graphs(
                 self.decode, lambda count: self._send((count,) * 3, [], []),
                 graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
+                adapters=self.adapters,
             )  # fmt: skip
-            sizes = [size for size in self.graphs.sizes if self._shares(size)]
+            device, sizes = self.device, self.graphs.sizes
+            sizes = [size for size in sizes if draws_shares(self.mesh, size, device)]
             if sizes:
                 self.sharing_graphs = Graphs(
                     lambda tensors: self.decode(tensors, cuts=False),
                     lambda count: self._send((count,) * 3, [], []),
                     sizes, progress, name="graphs without cut-offs", beside=self.graphs,
+                    adapters=self.adapters,
                 )  # fmt: skip
 
     def forget_device(self) -> None:
@@ -263,25 +271,29 @@ class ModelRunner:
     def forget(self) -> None:
         """Drop what is known of every slot."""
         self.slots.clear()
+        self.adapters.forget()
         self.sampler.rules.clear()
         self.experts.forget()
 
     def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
-        return self._draw(self._run(tensors, batch), tensors, cuts=cuts)
+        hidden_RD = self._run(tensors, batch)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
 
     def read(self, tensors: StepTensors) -> Judged:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
-        return self._draw(hidden_TD[tensors.samples_R], tensors, cuts=True)
+        hidden_RD = hidden_TD[tensors.samples_R]
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
-        if self.drafted is None:
-            return self.model(tensors.tokens_T, batch)
-        return self.drafted.follow(tensors, batch)
+        with self.adapters.of_rows(tensors.rows_B, tensors.starts_B, len(tensors.tokens_T)):
+            if self.drafted is None:
+                return self.model(tensors.tokens_T, batch)
+            return self.drafted.follow(tensors, batch)
 
     def _send(self, size: Size, grants: list[Grant], sampling: list[Grant]) -> StepTensors:
         """A step's inputs on the device, rows beyond the grants' as padding."""
@@ -292,6 +304,7 @@ class ModelRunner:
         request = admission.request
         token_ids = request.prompt_token_ids + admission.output_token_ids
         self.slots[admission.slot] = Slot(request, token_ids)
+        self.adapters.admit(admission.slot, admission.adapter_slot)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
     def can_replay(self, plan: StepPlan) -> bool:
@@ -332,10 +345,10 @@ class ModelRunner:
 
     def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
         """Those of steps in which all decode."""
-        if self.sharing_graphs is None or not self._shares(len(sampling)):
+        sharing, rules = self.sharing_graphs, (self.sampler.rules[one.slot] for one in sampling)
+        if sharing is None or len(sampling) < sharing.sizes[0] or any(r.truncated for r in rules):
             return self.graphs
-        cuts = any(self.sampler.rules[grant.slot].truncated for grant in sampling)
-        return self.graphs if cuts else self.sharing_graphs
+        return sharing
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
@@ -399,24 +412,6 @@ class ModelRunner:
         bounds = (max(g.num_tokens for g in grants), max(g.start + g.num_tokens for g in grants))
         prompts = prompts_of(grants, len(tensors.tokens_T))
         return self._run(tensors, self._batch(tensors, few=few, bounds=bounds, prompts=prompts))
-
-    def _draw(self, hidden_RD: torch.Tensor, tensors: StepTensors, *, cuts: bool) -> Judged:
-        """Each row's token, kept as the last of its slot, and its best logit."""
-        into = (self.last_tokens, tensors.sample_slots_R)
-        numbers = (tensors.temperature_R, tensors.uniform_R)
-        if not cuts and self._shares(len(hidden_RD)):
-            logits_RS, first = self.model.logit_share(hidden_RD), self.model.head.first
-            token_R, best_R = sample_shares(logits_RS, *numbers, self.mesh, first=first, into=into)
-            return Judged(token_R[:, None], best_R)
-        logits_RV = self.model.logits(hidden_RD)
-        cut_offs = Cuts(tensors.top_k_R, tensors.top_p_R, tensors.min_p_R)
-        token_R, best_R = sample(logits_RV, *numbers, cuts=cut_offs if cuts else None, into=into)
-        return Judged(token_R[:, None], best_R)
-
-    def _shares(self, rows: int) -> bool:
-        """Whether so many rows without cut-offs are drawn without gathering their logits."""
-        least = 1 if self.device.type == "cpu" else LEAST_SHARED_ROWS
-        return self.mesh.group is not None and rows >= least
 
     def _batch(
         self,

@@ -21,6 +21,7 @@ from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
+from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
 from limelight.server.control import ControlRoutes
 from limelight.server.http import Call, read_body, until_gone
@@ -36,6 +37,7 @@ from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -53,18 +55,21 @@ def create_app(
     """The ASGI app around an engine, which need not be ready yet; `state.lifecycle` can end it.
 
     `model` is the name where the config gives none; `defaults` are the model's own SamplingParams;
-    `form` is that of its answers, if the config names a parser; `engine` is told to trainers.
+    `form` is that of its answers, if the config names a parser; `engine` is told to trainers, and
+    has the adapters that there are at the start.
     """
     if not all((*(config.api_key or ()), *(config.admin_api_key or ()))):
         raise ValueError("an api_key is empty, which would let everyone in")
     names = config.served_model_name or [model]
-    reader = Reader(names, config, defaults or {})
-    service = Service(client, Prompts(tokenizer, template), reader, config, form)
-    routes, admin = _routes(service), frozenset[str]()
+    known = () if engine is None else engine.adapters
+    named = NamedAdapters(client, names, known, may=config.allow_runtime_lora_updating)
+    reader = Reader(names, config, defaults or {}, named.by_name)
+    service = Service(client, Prompts(tokenizer, template), reader, config, form, named)
+    routes, admin = _routes(service), frozenset(ADAPTERS)
     if config.enable_rl:
         control = ControlRoutes(client, service.lifecycle, engine or EngineConfig(), config)
         routes += (added := control.routes())
-        admin = frozenset(route.path for route in added)
+        admin |= frozenset(route.path for route in added)
     paths = frozenset(route.path for route in routes)
     echo_id = config.enable_request_id_headers
     middleware = [
@@ -146,6 +151,9 @@ def _routes(service: Service) -> list[Route]:
         lifecycle.admit()
         length = client.info.max_model_len
         data = [_model(name, started, length) for name in service.reader.names]
+        for name, adapter in service.adapters.by_name.items():
+            model = _model(name, started, length)
+            data.append(model | {"root": adapter.lora_path, "parent": service.reader.names[0]})
         return JSONResponse({"object": "list", "data": data})
 
     posts = {
@@ -159,6 +167,9 @@ def _routes(service: Service) -> list[Route]:
         "/v1/chat/completions/render": service.render,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
+        ADAPTERS[0]: service.adapters.load,
+        ADAPTERS[1]: service.adapters.unload,
+        ADAPTERS[2]: service.adapters.replace,
     }
     return [
         Route("/", Page(), methods=["GET"]),

@@ -181,7 +181,8 @@ class ControlRoutes:
 
     async def server_info(self, arguments: Arguments) -> Json:
         """What is read of it is what trainers read; the rest are our own settings."""
-        info = self.client.info
+        info, engine = self.client.info, self.engine
+        room = {"max_lora_rank": engine.max_lora_rank, "max_loras": engine.max_loras}
         config: Json = {
             "model_config": {
                 "model": self.engine.model,
@@ -195,7 +196,7 @@ class ControlRoutes:
             },
             "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
             "weight_transfer_config": self.engine.weight_transfer_config,
-            "lora_config": None,
+            "lora_config": room if engine.enable_lora else None,
             "engine": asdict(self.engine),
         }
         as_text = arguments.text("config_format", "text") == "text"

@@ -4,9 +4,9 @@ Everything that can be judged without a tokenizer is judged here, before anythin
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from limelight.config import ServerConfig
 from limelight.server.bodies import (
@@ -25,7 +25,7 @@ from limelight.server.bodies import (
 from limelight.server.http import Refused, clean_request_id
 from limelight.server.messages import Conversation, ConversationFields, read_conversation
 from limelight.text.demand import Demand
-from limelight.types import RequestError, SamplingParams
+from limelight.types import LoRARequest, RequestError, SamplingParams
 
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 16_384
@@ -36,6 +36,13 @@ SAMPLING = (
     "allowed_token_ids", "logit_bias", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "routed_experts_prompt_start",
 )  # fmt: skip
+
+
+class Served(TypedDict):
+    """Who is to answer."""
+
+    model: str
+    adapter_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class Question:
     include_usage: bool
     demand: Demand = field(default_factory=Demand)
     budget: int | None = None  # of tokens of reasoning
+    adapter_id: int = 0  # as `Request` has it
     echo: bool = False
     include_reasoning: bool = True
     field_names: dict[str | None, str] = field(default_factory=dict)
@@ -98,11 +106,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads bodies against what the server offers: names, limits and sampling defaults."""
+    """Reads bodies against what the server offers: names, limits and sampling defaults.
+
+    A name may be that of one of the `adapters`, which come and go.
+    """
 
     names: list[str]
     config: ServerConfig
     defaults: dict[str, float | int]
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
 
     def chat(self, body: bytes, request_id: str) -> Question:
         """A body of /v1/chat/completions; `RequestError` names the field that is wrong."""
@@ -146,7 +158,7 @@ class Reader:
                 kind="chat",
                 api=api,
                 id=id,
-                model=self.names[0],
+                **self._served(shared),
                 shared=shared,
                 source=source,
                 params=self._params(shared, max_tokens, logprobs, shared.prompt_logprobs),
@@ -178,7 +190,7 @@ class Reader:
             kind="completion",
             api="other",
             id="cmpl-" + (clean_request_id(shared.request_id) or request_id),
-            model=self.names[0],
+            **self._served(shared),
             shared=shared,
             source=_prompts(own.prompt),
             params=self._params(shared, max_tokens, own.logprobs, prompt_logprobs),
@@ -201,7 +213,7 @@ class Reader:
                 kind="completion",
                 api="other",
                 id=id,
-                model=self.names[0],
+                **self._served(shared),
                 shared=shared,
                 source=[token_ids],
                 params=self._params(shared, shared.max_tokens, logprobs, shared.prompt_logprobs),
@@ -233,11 +245,19 @@ class Reader:
                 param="include_reasoning",
             )
 
+    def _served(self, shared: SharedFields) -> Served:
+        """The name that an answer tells, and which adapter gives it."""
+        if shared.model is not None and shared.model in self.adapters:
+            adapter = self.adapters[shared.model]
+            return {"model": adapter.lora_name, "adapter_id": adapter.lora_int_id}
+        return {"model": self.names[0], "adapter_id": 0}
+
     def check_model(self, model: str | None):
-        """`Refused` (404) unless this name is served; none at all means the only model there is."""
-        if model is not None and model not in self.names:
+        """`Refused` (404) unless this name is served; none at all means the model itself."""
+        if model is not None and model not in self.names and model not in self.adapters:
+            there = ", ".join([*self.names, *self.adapters])
             raise Refused(
-                404, f"there is no model {model[:100]!r} here; there is {', '.join(self.names)}",
+                404, f"there is no model {model[:100]!r} here; there is {there}",
                 param="model", code="model_not_found",
             )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from limelight import __version__
+from limelight.server.adapters import LoadFields, ReplaceFields, UnloadFields
 from limelight.server.anthropic import MessageFields
 from limelight.server.bodies import (
     ChatFields,
@@ -29,6 +30,9 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/v1/messages/count_tokens": (SharedFields, MessageFields),
     "/tokenize": (TokenizeFields, ConversationFields),
     "/detokenize": (DetokenizeFields,),
+    "/v1/load_lora_adapter": (LoadFields,),
+    "/v1/unload_lora_adapter": (UnloadFields,),
+    "/skyrl/v1/load_lora_adapter": (ReplaceFields,),
 }
 # Fields of these structs that mean nothing in a body: it has others for them, or none.
 UNUSED: dict[str, tuple[str, ...]] = {
@@ -48,6 +52,8 @@ NEEDED = {
     "/v1/messages": ["max_tokens", "messages"],
     "/v1/messages/count_tokens": ["messages"],
     "/detokenize": ["tokens"],
+    "/v1/load_lora_adapter": ["lora_name", "lora_path"],
+    "/v1/unload_lora_adapter": ["lora_name"],
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SCHEMES = {

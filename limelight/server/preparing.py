@@ -49,6 +49,7 @@ def prepare(
                 prepared.requests.append(
                     replace(
                         request,
+                        adapter_id=question.adapter_id,
                         constraint=handling.constraint,
                         reasoning=handling.reasoning,
                         session=call.session,

@@ -15,6 +15,7 @@ from limelight.config import ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.front import Delta
 from limelight.metrics import Metrics
+from limelight.server.adapters import NamedAdapters
 from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
 from limelight.server.anthropic_answer import MessageAnswer
@@ -63,10 +64,12 @@ class Service:
         reader: Reader,
         config: ServerConfig,
         form: AnswerForm | None,
+        adapters: NamedAdapters,
     ):
         needed = config.answer_format is not None
         assert needed == (form is not None), "the flags ask for another parser"
         self.client = client
+        self.adapters = adapters
         self.prompts = prompts
         self.reader = reader
         self.config = config

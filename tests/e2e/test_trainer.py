@@ -245,3 +245,21 @@ def test_the_calls_of_skyrl_around_an_update_that_needs_memory(server, other, ex
     order(server, "/resume")
     assert all(future.result(20)["finish_reason"] == "length" for future in traffic)
     assert answers(server) == expected[str(other)]
+
+
+@pytest.mark.slow
+def test_all_engines_and_ranks_of_a_server_get_new_weights(tmp_path, other, expected):
+    flags = ("--device", "cpu", "--enable-rl", "--weight-transfer-config", TRANSFER)
+    divided = ("-dp", "2", "-tp", "2", "--speculative-config", '{"num_speculative_tokens": 0}')
+    with serve(tmp_path, "flint-nano", *flags, *divided) as server:
+        assert server.http.get("/get_world_size").json() == {"world_size": 4}
+        send(server, other)
+        assert order(server, "/weight_checker", {"action": "checksum"})["success"]
+        for rank in "01":
+            headers = {"X-data-parallel-rank": rank}
+            body = {"token_ids": PROMPTS[1], "sampling_params": GREEDY}
+            told = server.http.post("/inference/v1/generate", json=body, headers=headers)
+            assert told.json()["choices"][0]["token_ids"] == expected[str(other)][1]
+        order(server, "/sleep?level=1")
+        order(server, "/wake_up")
+        assert answers(server) == expected[str(other)]

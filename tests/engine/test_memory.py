@@ -109,3 +109,23 @@ def test_a_start_finds_the_model_and_reads_its_shape_once(folder, monkeypatch):
     counted(startup, "read_config")
     with LLM(folder, device="cpu"):
         assert sorted(calls) == ["locate", "read_config"]
+
+
+def test_weights_whose_kernels_go_by_the_rows_are_refused_where_batches_must_not_matter():
+    config = EngineConfig(model="flint-nano-nvfp4", batch_invariant=True)
+    plan = plan_memory(config, resolve(config))
+    plan.check()
+    with pytest.raises(ValueError, match="no NVFP4 weights on a GPU.*routed experts"):
+        replace(plan, invariant_on_gpu=True).check()
+
+
+def test_room_for_expert_ids_is_part_of_a_block(folder):
+    sizes = [
+        plan_memory(config, resolve(config)).block.nbytes
+        for config in (
+            EngineConfig(model=str(folder)),
+            EngineConfig(model=str(folder), enable_return_routed_experts=True),
+        )
+    ]
+    # 16 tokens, 7 layers, 2 experts of a byte each.
+    assert sizes[1] - sizes[0] == 16 * 7 * 2

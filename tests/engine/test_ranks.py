@@ -276,10 +276,13 @@ def test_a_rank_that_is_unlike_the_others_is_named(folder, monkeypatch, change, 
         start(folder, tensor_parallel_size=2)
 
 
-def test_a_rank_that_ends_while_it_loads_ends_the_start(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "where", ["limelight.parallel.group as s", "limelight.engine.startup as s"],
+    ids=["before it joins", "while it loads"],
+)  # fmt: skip
+def test_a_rank_that_ends_at_its_start_ends_the_whole_start(folder, monkeypatch, where):
     change = (
-        "import limelight.engine.startup as s\ndef no(*a, **k): raise OSError('no disk')\n"
-        "s.load_model = no"
+        f"import {where}\ndef no(*a, **k): raise OSError('no disk')\ns.join = s.load_model = no"
     )
     monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", OTHER.format(change=change)))
     with pytest.raises(DeviceLost, match="rank 1: OSError: no disk"):

@@ -53,6 +53,8 @@ def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape,
             )
         elif rng.random() < 0.06 and world.live:
             world.abort(rng.choice(list(world.live)))
+        elif rng.random() < 0.05:
+            world.renew(preempt=rng.random() < 0.5)
         elif world.scheduler.has_work:
             world.step()
     world.run()

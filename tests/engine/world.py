@@ -40,7 +40,8 @@ class Machine:
     """Executes plans: grants one by one in any order, each writing its keys and then reading.
 
     Some of a grant's drafts stand, as only the machine knows; what they leave behind, and what a
-    block of `num_drafts` new ones writes, is not to be read.
+    block of `num_drafts` new ones writes, is not to be read. Nor is what was written with weights
+    older than those that a sequence began with.
     """
 
     specs: list[GroupSpec]
@@ -48,7 +49,9 @@ class Machine:
     rng: random.Random
     num_drafts: int = 0
     longest: int = 0
-    memory: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    weights: int = 0
+    memory: dict[tuple[int, int], tuple[int, int | None, int]] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[dict[int, int]]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
@@ -59,6 +62,7 @@ class Machine:
             token_ids = admission.request.prompt_token_ids + admission.output_token_ids
             self.tokens[admission.slot] = token_ids
             self.tables[admission.slot] = [{} for _ in self.specs]
+            self.begun[admission.slot] = self.weights
         sampled = {}
         for grant in self.rng.sample(plan.grants, len(plan.grants)):
             token_ids, base = self.tokens[grant.slot], grant.num_tokens - grant.num_drafts
@@ -94,21 +98,20 @@ class Machine:
         """Leave keys that mean nothing."""
         for g, table in enumerate(self.tables[grant.slot]):
             for position in range(start, min(end, self.longest)):
-                self.memory[table[position // self.block_size], position % self.block_size] = (
-                    g,
-                    None,
-                )
+                place = table[position // self.block_size], position % self.block_size
+                self.memory[place] = g, None, self.weights
 
     def _attend(self, grant, seen, start, end):
         size = self.block_size
         for g, (spec, table) in enumerate(zip(self.specs, self.tables[grant.slot], strict=True)):
             for position in range(start, end):
                 place = table[position // size], position % size
-                self.memory[place] = g, seen[position]
+                self.memory[place] = g, seen[position], self.weights
             oldest = 0 if spec.window is None else max(0, start - spec.window + 1)
             for position in range(oldest, end):
                 place = table[position // size], position % size
-                assert self.memory[place] == (g, seen[position])
+                *key, weights = self.memory[place]
+                assert key == [g, seen[position]] and weights >= self.begun[grant.slot]
 
 
 class World:
@@ -151,6 +154,15 @@ class World:
     def abort(self, id):
         assert self.scheduler.abort(id) is self.live.pop(id)
         self.scheduler.check()
+
+    def renew(self, *, preempt):
+        """New weights, and perhaps all that runs is computed again."""
+        self.settle(keep=0)
+        if preempt:
+            self.scheduler.preempt_all()
+        self.scheduler.renew_prefixes()
+        self.scheduler.check()
+        self.machine.weights += 1
 
     def step(self):
         # Now and then the drafter rests.

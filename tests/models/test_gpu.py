@@ -1,11 +1,13 @@
 """On a GPU: kernels, graphs and overlap give what the references and transformers give."""
 
+import numpy as np
 import pytest
 import torch
 from tiny import FAMILIES, prompts, request, run, start
 
 from limelight.checkpoint import BUNDLED_DRAFTERS, BUNDLED_NAMES
 from limelight.ops import use_reference
+from limelight.rl.routing import array
 from limelight.speculative import NO_DRAFTS
 
 pytestmark = pytest.mark.gpu
@@ -149,3 +151,54 @@ def test_a_long_run_takes_no_more_memory():
         torch.cuda.synchronize()
         figures.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert figures[-1] == figures[1]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_where_batches_must_not_matter_they_change_no_bit(real, graphs):
+    """Alone, together, in chunks, behind a cached beginning: logits and experts."""
+    folder = real[0]
+    options = {
+        "device": "cuda", "dtype": "bfloat16", "batch_invariant": True,
+        "logprobs_mode": "raw_logits", "enable_return_routed_experts": True,
+        "kv_cache_memory_bytes": 2**30, "max_model_len": 2048, "enforce_eager": not graphs,
+    }  # fmt: skip
+    head, *tails = prompts(700, 1, 40, 17, 90)
+    asked = [request([*head[: 200 * i], *tail], max_tokens=20) for i, tail in enumerate(tails)]
+    single = start(folder, max_num_seqs=1, enable_prefix_caching=False, **options)
+    expected = [run(single, [one])[0] for one in asked]
+    single.close()
+    engine = start(folder, max_num_seqs=16, max_num_batched_tokens=160, **options)
+    for _ in range(2):
+        again = [request(one.prompt_token_ids, max_tokens=20) for one in asked]
+        for got, want in zip(run(engine, again), expected, strict=True):
+            assert got.token_ids == want.token_ids and got.logprobs == want.logprobs
+            assert got.last.routed_experts == want.last.routed_experts
+    assert engine.stats().prefix_hits > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_experts_are_told_alike_from_graphs_and_without(real, graphs):
+    """Rows of every step, distinct, and those of the kernels that ran: a repeat has the same."""
+    folder = real[0]
+    engine = start(
+        folder, device="cuda", dtype="bfloat16", enable_return_routed_experts=True,
+        kv_cache_memory_bytes=2**30, max_model_len=2048, enforce_eager=not graphs,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    shape = WIDTHS["flint" if "flint" in str(folder) else "beam"]
+    for _ in range(2):
+        asked = [
+            request(text, max_tokens=30, logprobs=None, routed_experts_prompt_start=start)
+            for text, start in zip(prompts(5, 300, 700), (0, 100, 700), strict=True)
+        ]
+        for one, answer in zip(asked, run(engine, asked), strict=True):
+            rows = array(answer.last.routed_experts)
+            first = one.params.routed_experts_prompt_start
+            assert len(rows) == len(one.prompt_token_ids) - first + 30 - 1
+            sparse = rows[:, 3:]
+            assert rows.max() < shape["num_experts"]
+            ordered = np.sort(sparse, axis=-1)
+            assert (ordered[..., 1:] != ordered[..., :-1]).all()
+    assert engine.stats().prefix_hits > 0
+    engine.close()

@@ -149,7 +149,15 @@ def build(launch: Launch, capability: int) -> dict:
     usage = resource_usage(made.asm["cubin"])
     if made.metadata.shared > CAPABILITIES[capability]:
         result["error"] = f"{made.metadata.shared} bytes of shared memory"
-    return result | usage | {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
+    result |= usage | {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
+    return result | {"sums": sums(made.asm.get("ttgir", ""))}
+
+
+def sums(ttgir: str) -> list[str]:
+    """How the numbers of each FP32 row that is summed lie in threads, which decides the order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.blocked<.*>)$", ttgir, re.M))
+    rows = re.findall(r"\}\) : \(tensor<(\d+)xf32, (#\w+)>\) -> f32", ttgir)
+    return sorted({f"{count} {layouts.get(layout, layout)}" for count, layout in rows})
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 from ahead import Case, meta
 from near import PLACES, assert_near
 
-from limelight.ops import decode, far, prefill, rope
+from limelight.ops import batch_invariance, decode, far, prefill, rope
 from limelight.ops.activation import output_gate
 from limelight.ops.attention import gate_of, paged_attention
 from limelight.ops.paging import FEW_QUERIES, FP8, LayerCache, PagedLayout, Prompt
@@ -376,3 +376,49 @@ def test_a_cache_may_hold_more_numbers_than_an_int32_counts(name, window):
     ]  # fmt: skip
     assert torch.equal(*found)
     assert torch.equal(far_2KSC[:, :, blocks * 16 :], cache.pairs_2KSC)
+
+
+@pytest.mark.parametrize(("family", "window"), [("Flint", 9), ("Beam", None)])
+@places
+def test_where_batches_must_not_matter_a_query_is_the_same_in_every_chunk(
+    place, family, window, monkeypatch
+):
+    """All tokens at once, and a few at a time, beside others: the same bits."""
+    device, dtype = place
+    heads, kv_heads, size = SHAPES[family] if device == "cuda" else (2, 1, 16)
+    tokens, chunks = (130, (1, 3, 19, 130)) if device == "cuda" else (24, (7, 24))
+    if device != "cuda":
+        for table in ("FULL", "WINDOW"):
+            monkeypatch.setattr(prefill, table, {2**31: prefill.Tile(32, 16, 4, 3)})
+    torch.manual_seed(1)
+    gates = heads if family == "Beam" else 0
+    qkv_TN = torch.randn(tokens, (heads + 2 * kv_heads + gates) * size, device=device).to(dtype)
+    weight_2C = (1 + 0.2 * torch.randn(2, size, device=device)).to(dtype)
+    sinks_H = torch.randn(heads, device=device) if family == "Flint" else None
+    bias_H = torch.randn(heads, device=device).to(dtype) if gates else None
+    results = []
+    for chunk in chunks:
+        cache = cache_of([torch.arange(40 * 16)], kv_heads, size, dtype, device, fp8=False)
+        rows = []
+        for first in range(0, tokens, chunk):
+            new = min(chunk, tokens - first)
+            # Before it in the batch, one of another length.
+            layout, _, _ = layout_of(
+                [(first, new), (5, 2)], block_size=16, window=window, device=device
+            )
+            layout = replace(
+                layout,
+                tables_SN=torch.stack([torch.arange(1, 20)] * 2).int().to(device),
+                rows_B=torch.tensor([0, 1], device=device).int(),
+                slots_T=torch.tensor([*range(16 + first, 16 + first + new), -1, -1], device=device),
+            )
+            part_TN = torch.cat([qkv_TN[first : first + new], qkv_TN[:2]])
+            with batch_invariance(True):
+                out_THC = paged_attention.kernel(
+                    part_TN, weight_2C, cache, layout, heads=Heads(heads, kv_heads, EPS),
+                    scale=SCALE, sinks_H=sinks_H, gate_bias_H=bias_H,
+                )  # fmt: skip
+            rows.append(out_THC[:new])
+        results.append(torch.cat(rows))
+    for other in results[1:]:
+        assert torch.equal(other, results[0])

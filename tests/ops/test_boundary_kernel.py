@@ -13,7 +13,7 @@ from ahead import Case, meta
 
 from limelight.ops import boundary
 from limelight.ops.boundary import Partial, Peers, sum_add_rmsnorm, sum_sandwich
-from limelight.ops.combine import Routed
+from limelight.ops.combine import Unsummed
 from limelight.ops.norm import add_rmsnorm, sandwich
 
 EPS = 1e-3
@@ -29,7 +29,7 @@ def compile_cases() -> list[Case]:
             peers = Peers.of(0, size, torch.bfloat16, meta(ranks, dtype=torch.int64))
             for rows in (1, 8, peers.once + 1):
                 x, weight = meta(rows, size), meta(size)
-                routed = Routed(
+                routed = Unsummed(
                     meta(rows * 6, size), meta(rows, 6, dtype=torch.float32),
                     meta(rows, size) if post is None else None, 1.0 if post is None else 2.5,
                 )  # fmt: skip
@@ -148,7 +148,7 @@ def test_outputs_of_experts_are_summed_on_the_way(rows, monkeypatch):
                 torch.randn(shape, generator=generator)
                 for shape in [(rows * 2, 48), (rows, 48), (rows, 2)]
             )
-            routed.append(Routed(out_PD, weights_TN, added_TD, 2.5))
+            routed.append(Unsummed(out_PD, weights_TN, added_TD, 2.5))
         h_TD, weight_D = torch.randn(rows, 48, generator=generator), torch.ones(48)
         partial = Partial(routed[peers.rank], peers, never)
         found = sum_add_rmsnorm.kernel(h_TD, partial, weight_D, eps=EPS)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(module):
+@cache
+def compiled(module: str) -> list[dict]:
+    """What `ahead.py` tells of the kernels of a module."""
     # The interpreter that other tests run kernels in takes the compiler's place.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -28,7 +30,24 @@ def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(modul
     assert run.returncode == 0, run.stderr
     *results, count = map(json.loads, run.stdout.splitlines())
     assert len(results) == count["jobs"] > 0
+    return results
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(module):
+    results = compiled(module)
     errors = [f"{r['case']}, {r['capability']}: {r['error']}" for r in results if "error" in r]
     assert not errors, "\n".join(errors)
     spilling = [r for r in results if r["decode"] and r["capability"] == 90 and r["stack"]]
     assert not spilling
+
+
+@pytest.mark.parametrize(("size", "op"), [(2048, "add_rmsnorm"), (5120, "sandwich")])
+def test_squares_add_up_in_one_order_with_and_without_a_sum_over_ranks(size, op):
+    """So that both give the same bits."""
+    every = [*compiled("test_norm_kernel"), *compiled("test_boundary_kernel")]
+    every = [found for found in every if found["capability"] == 90]
+    alone = [found["sums"] for found in every if found["case"] == f"{op} T1 D{size}"]
+    summed = [found["sums"] for found in every if found["case"].startswith("N")]
+    summed = [sums for sums in summed if sums[0].split()[0] == alone[0][0].split()[0]]
+    assert len(alone) == 1 and len(summed) > 5 and all(sums == alone[0] for sums in summed)

@@ -7,7 +7,7 @@ from fp4s import decoded, meta_fp4, random_fp4
 from near import PLACES, assert_near
 from sizes import EXPERTS
 
-from limelight.ops import fp4, grouped_few, linear
+from limelight.ops import fp4, linear
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.experts import moe
 from limelight.ops.fp4 import FP4, FUSED_ROWS
@@ -217,19 +217,8 @@ def test_unpacked_experts_give_the_same(case, place, monkeypatch):
 @pytest.mark.parametrize("tile", FP4_TILES.values(), ids=lambda tile: f"M{tile['BLOCK_M']}")
 def test_every_tile_gives_the_same(tile, place, monkeypatch):
     monkeypatch.setattr("limelight.ops.grouped.FP4_TILES", {2**31: tile})
-    monkeypatch.setattr("limelight.ops.grouped.MOST_EACH", 0)
+    monkeypatch.setattr("limelight.ops.grouped_fp4.MOST_EACH", 0)
     case = (140, 80, 3, 2, 48, 16, True, 1.0)
-    check(tensors(case, place), case, place)
-
-
-@places
-@pytest.mark.parametrize("tile", grouped_few.TILES.values(), ids=lambda tile: str(tile))
-def test_blocks_of_eight_hold_all_pairs_of_an_expert(tile, place, monkeypatch):
-    monkeypatch.setattr("limelight.ops.grouped_few.TILES", {2**31: tile})
-    monkeypatch.setattr("limelight.ops.grouped.MOST_PAIRS", 2**31)
-    monkeypatch.setattr("limelight.ops.grouped.MOST_EACH", 2**31)
-    # 9 and more pairs of each expert, so that some blocks are full and some are not.
-    case = (19, 96, 2, 2, 32, 32, True, 1.0)
     check(tensors(case, place), case, place)
 
 

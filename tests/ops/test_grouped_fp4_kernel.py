@@ -54,7 +54,6 @@ def decoded_pairs(word, pair):
 @pytest.fixture
 def streamed(monkeypatch):
     """All experts go to the kernel, on a CPU in NumPy."""
-    monkeypatch.setattr("limelight.ops.grouped.MOST_EACH", 0)
     monkeypatch.setattr(grouped_fp4, "MOST_EACH", 2**31)
     monkeypatch.setattr(grouped_fp4, "DTYPES", (torch.float32, torch.bfloat16))
     assembly = {grouped_fp4.TWO_SCALES.value: two_scales, DECODED_PAIRS.value: decoded_pairs}
@@ -98,14 +97,6 @@ def test_experts_are_summed_by_weight(case, place):
 def test_every_tile_gives_the_same(tile, place, monkeypatch):
     monkeypatch.setattr(grouped_fp4, "TILES", {2**31: (tile, tile)})
     case = (21, 320, 4, 2, 160, 96, False, 1.0)
-    check(tensors(case, place), case, place)
-
-
-@places
-@pytest.mark.parametrize("together", [2, 4])
-def test_the_shared_experts_weights_may_be_for_several_blocks(together, place, monkeypatch):
-    monkeypatch.setattr(grouped_fp4, "SHARED_BLOCKS", {2**31: together})
-    case = (37, 96, 64, 1, 32, 1312, True, 1.0)
     check(tensors(case, place), case, place)
 
 

@@ -14,7 +14,7 @@ from server_fakes import MODEL, FakeEngine, FakeForm, ids
 
 import limelight.nano
 from limelight.config import ServerConfig
-from limelight.server.app import create_app
+from limelight.server.app import ADAPTERS, create_app
 from limelight.server.openapi import BODIES
 from limelight.text.answer_form import find_form
 from limelight.text.template import ChatTemplate
@@ -252,7 +252,8 @@ def test_every_valid_body_is_answered(tokenizer, template):
     )
     app = create_app(engine, tokenizer, template, config, model=MODEL, form=FakeForm())
     counts = asyncio.run(post_all(app, [(path, encoded(body)) for path, body in VALID.items()]))
-    assert counts == {200: len(VALID)} and VALID.keys() == BODIES.keys()
+    # Adapters have tests of their own: what is valid there depends on what is loaded.
+    assert counts == {200: len(VALID)} and VALID.keys() == BODIES.keys() - set(ADAPTERS)
 
 
 def test_random_bodies_are_refused_or_answered(tokenizer, template):

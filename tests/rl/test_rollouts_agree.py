@@ -1,0 +1,72 @@
+"""A trainer of transformers in BF16 finds the log-probabilities of a rollout again."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from limelight import LLM, SamplingParams
+from limelight.checkpoint import locate
+from limelight.rl.replay import replay
+
+pytestmark = pytest.mark.slow
+TEXTS = ["Once upon a time", "The cat", "What is 2 + 3?", "A story about a dog"]
+MOST = 0.01
+
+
+def rollouts(name: str, **config):
+    settings = {"speculative_config": {"num_speculative_tokens": 0}, "device": "cpu"} | config
+    with LLM(
+        name, dtype="bfloat16", enable_return_routed_experts=True,
+        logprobs_mode="processed_logprobs", **settings,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(
+            temperature=1.0, max_tokens=60, logprobs=0, n=4, seed=1, ignore_eos=True
+        )
+        return llm.generate(TEXTS, params)
+
+
+def difference(model, prompt, answer, *, replayed: bool) -> torch.Tensor:
+    """|log-probability of the trainer - of the rollout| of each token of an answer."""
+    ids = torch.tensor([prompt + answer.token_ids])
+    rows = torch.from_numpy(answer.routed_experts).long()
+    # The last token was never computed, so any experts will do.
+    last = torch.arange(rows.shape[2]).expand(1, rows.shape[1], -1)
+    with torch.no_grad():
+        if replayed:
+            with replay(model, torch.cat([rows, last])):
+                logits = model(ids).logits
+        else:
+            logits = model(ids).logits
+    trained = torch.log_softmax(logits[0].float(), dim=-1)[len(prompt) - 1 : -1]
+    chosen = trained.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    told = [
+        one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True)
+    ]
+    return (chosen - torch.tensor(told)).abs()
+
+
+def means(name: str, **config) -> tuple[float, float]:
+    """With replay and without, over all tokens of all answers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        locate(name), dtype=torch.bfloat16, experts_implementation="grouped_mm"
+    ).eval()
+    pairs = [
+        (one.prompt_token_ids, each) for one in rollouts(name, **config) for each in one.outputs
+    ]
+    return tuple(
+        torch.cat([difference(model, *pair, replayed=replayed) for pair in pairs]).mean().item()
+        for replayed in (True, False)
+    )
+
+
+@pytest.mark.parametrize("name", ["flint-nano", "beam-nano"])
+def test_replay_brings_bf16_rollouts_near_and_nearer_than_without(name):
+    """What is left is the rounding of the trainer's logits to BF16."""
+    near, without = means(name, batch_invariant=True)
+    assert near < MOST and near < without
+
+
+@pytest.mark.parametrize("name", ["flint-nano", "beam-nano"])
+def test_replay_helps_without_batch_invariance_too(name):
+    near, without = means(name)
+    assert near < without
