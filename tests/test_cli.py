@@ -179,8 +179,8 @@ def test_a_feature_still_to_come_is_refused_by_name(capsys, argv):
 
 
 def test_all_features_still_to_come_are_named_at_once(capsys):
-    line = complaint(capsys, "serve", "-pp", "4", "--enable-lora", "-ep")
-    assert "--pipeline-parallel-size, --enable-lora are not supported yet" in line
+    line = complaint(capsys, "serve", "-pp", "4", "--enable-eplb", "-ep")
+    assert "--pipeline-parallel-size, --enable-eplb are not supported yet" in line
 
 
 def test_experts_are_shared_by_vllms_flag():

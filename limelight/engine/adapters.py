@@ -41,7 +41,7 @@ class Adapters:
 
     def __init__(
         self,
-        reader: AdapterReader,
+        reader: AdapterReader | None,
         *,
         max_loras: int,
         max_cpu_loras: int,
@@ -57,6 +57,11 @@ class Adapters:
         self._versions = 0
         self._moves: list[AdapterMove] = []
 
+    @classmethod
+    def none(cls) -> "Adapters":
+        """Of an engine without room for any, which refuses them."""
+        return cls(None, max_loras=0, max_cpu_loras=0)
+
     def load(self, request: LoRARequest) -> int:
         """Read an adapter, or a new version of one with `load_inplace`; the version.
 
@@ -69,7 +74,12 @@ class Adapters:
                 f"replaces it",
                 param="lora_int_id",
             )
-        return self._read(request)
+        try:
+            return self._read(request)
+        except RequestError:
+            raise
+        except ValueError as error:
+            raise RequestError(str(error), param="lora_path") from error
 
     def __contains__(self, adapter_id: int) -> bool:
         """Whether requests may come for it."""
@@ -87,6 +97,7 @@ class Adapters:
         """A request has come: its adapter is in host memory until it leaves. `ValueError` if it is
         not loaded, or can no longer be read."""
         if adapter_id not in self:
+            self._room()
             raise RequestError("the adapter of this request is not loaded", param="model")
         self._open[request_id] = adapter_id
         if adapter_id in self._held:
@@ -153,7 +164,7 @@ class Adapters:
 
     def _read(self, request: LoRARequest) -> int:
         adapter_id = request.lora_int_id
-        self.reader.read_adapter(AdapterMove("read", adapter_id, folder=request.lora_path))
+        self._room().read_adapter(AdapterMove("read", adapter_id, folder=request.lora_path))
         self._moves = [move for move in self._moves if move != AdapterMove("drop", adapter_id)]
         self._versions += 1
         self._known[adapter_id] = Known(request, self._versions)
@@ -163,6 +174,12 @@ class Adapters:
             self._place(adapter_id)
         self._shrink()
         return self._versions
+
+    def _room(self) -> AdapterReader:
+        """Who reads adapters, where there is room for some."""
+        if self.reader is None:
+            raise RequestError("there is no room for adapters: start with --enable-lora")
+        return self.reader
 
     def _place(self, adapter_id: int) -> None:
         self._moves.append(AdapterMove("place", adapter_id, slot=self._slots[adapter_id]))

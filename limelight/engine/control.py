@@ -199,6 +199,8 @@ class Control:
 
     def _renew(self) -> None:
         self.engine.scheduler.renew_prefixes()
+        if self.engine.routing is not None:
+            self.engine.routing.renew()
 
     def _name_version(self, order: NameVersion) -> Result:
         self.engine.weight_version = order.version
@@ -209,7 +211,7 @@ class Control:
         return {}
 
     def _unload_adapter(self, order: UnloadAdapter) -> Result:
-        self.engine.unload_adapter(order.adapter_id)
+        self.engine.adapters.unload(order.adapter_id)
         return {}
 
     def _on_devices(self, order: InitTransfer | EndTransfer | Checksums) -> Result:

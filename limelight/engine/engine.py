@@ -22,7 +22,6 @@ from limelight.types import (
     LoRARequest,
     Output,
     Request,
-    RequestError,
     Sequence,
     TokenLogprobs,
 )
@@ -126,7 +125,7 @@ class Engine:
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
         self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
         self.expert_load, self.routing = expert_load, routing
-        self.adapters = adapters
+        self.adapters = adapters or Adapters.none()
         # Last outputs, whose rows of routing are on their way: told a step later.
         self.late: list[tuple[Output, Told]] = []
         self.refusals: list[Output] = []  # of requests that came for an adapter that is not there
@@ -167,39 +166,20 @@ class Engine:
 
     def load_adapter(self, adapter: LoRARequest) -> None:
         """Read an adapter, between two steps; `RequestError`, and nothing has changed."""
-        adapters = self._with_adapters()
-        try:
-            version = adapters.load(adapter)
-        except RequestError:
-            raise
-        except ValueError as error:
-            raise RequestError(str(error), param="lora_path") from error
+        version = self.adapters.load(adapter)
         self.scheduler.renew(adapter.lora_int_id, version)
-
-    def has_adapter(self, adapter_id: int) -> bool:
-        """Whether requests may come for it."""
-        return self.adapters is not None and adapter_id in self.adapters
-
-    def unload_adapter(self, adapter_id: int) -> None:
-        """Take no more requests for an adapter; those that are open end with it."""
-        self._with_adapters().unload(adapter_id)
-
-    def _with_adapters(self) -> Adapters:
-        if self.adapters is None:
-            raise RequestError("there is no room for adapters: start with --enable-lora")
-        return self.adapters
 
     def _enter(self, request: Request) -> bool:
         """Make sure that a request's adapter is there, or have the next step tell that it is not"""
         try:
-            self._with_adapters().enter(request.id, request.adapter_id)
+            self.adapters.enter(request.id, request.adapter_id)
         except ValueError as error:
             self.refusals.append(self._without_answer(request, error=None, refused=str(error)))
             return False
         return True
 
     def _queue(self, request: Request) -> None:
-        version = 0 if self.adapters is None else self.adapters.version(request.adapter_id)
+        version = self.adapters.version(request.adapter_id)
         self.scheduler.add(Sequence(request, adapter_version=version))
 
     def abort(self, request_id: str) -> Output | None:
@@ -323,8 +303,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """Let go of what is kept for a request while it lives."""
         self.prompt_logprobs.pop(request_id, None)
-        if self.adapters is not None:
-            self.adapters.leave(request_id)
+        self.adapters.leave(request_id)
         if self.routing is not None:
             self.routing.forget(request_id)
         if self.grammars is not None:

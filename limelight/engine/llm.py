@@ -212,7 +212,7 @@ class LLM:
         if len(each) != len(jobs):
             raise ValueError(f"{len(each)} adapters for {len(jobs)} prompts")
         for adapter in dict.fromkeys(filter(None, each)):
-            if adapter.load_inplace or not self.engine.has_adapter(adapter.lora_int_id):
+            if adapter.load_inplace or adapter.lora_int_id not in self.engine.adapters:
                 self.engine.load_adapter(adapter)
         ids = [0 if adapter is None else adapter.lora_int_id for adapter in each]
         for job, adapter_id in zip(jobs, ids, strict=True):

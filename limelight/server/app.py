@@ -163,7 +163,7 @@ def _routes(service: Service) -> list[Route]:
         MESSAGES[0]: service.message,
         MESSAGES[1]: service.count_tokens,
         "/inference/v1/generate": service.generate,
-        "/skyrl/v1/generate": service.generate,
+        "/skyrl/v1/generate": service.skyrl_generate,
         "/v1/chat/completions/render": service.render,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,

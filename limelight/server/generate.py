@@ -1,10 +1,12 @@
 """Token ids in, token ids out: /inference/v1/generate as vLLM has it, and SkyRL's form of it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
+import numpy as np
 
 from limelight.engine.front import Delta
+from limelight.rl.routing import array, npy
 from limelight.server.answers import Piece
 from limelight.server.bodies import SharedFields, decode
 from limelight.server.http import Refused, clean_request_id
@@ -15,7 +17,6 @@ from limelight.types import RequestError, TokenLogprobs
 
 # What a body may ask for that is not there, in itself and in its sampling_params.
 NOT_THERE = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
-REPLAY = "routed experts are not enabled on this server; leave routed_experts_prompt_start out"
 
 
 class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +49,6 @@ def read_generate(reader: Reader, body: bytes, request_id: str) -> Question:
             "return_sample_support is not supported; leave it out", param="return_sample_support"
         )
     given = fields.sampling_params
-    if given.get("routed_experts_prompt_start") is not None:
-        raise RequestError(REPLAY, param="routed_experts_prompt_start")
     logprobs = given.get("logprobs")
     if not (logprobs is None or type(logprobs) is int):
         raise RequestError("logprobs must be an integer", param="logprobs")
@@ -64,11 +63,20 @@ def read_generate(reader: Reader, body: bytes, request_id: str) -> Question:
 
 
 class GenerateAnswer:
-    """The answer as it grows: for each choice its tokens, and the weights that made them."""
+    """The answer as it grows: for each choice its tokens, and the weights that made them.
 
-    def __init__(self, question: Question, prompts: list[Prompt]):
-        self.question, self.prompts = question, prompts
+    `encode` makes JSON of the experts that its tokens went to, where they are returned.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        prompts: list[Prompt],
+        encode: Callable[[np.ndarray], object] = npy,
+    ):
+        self.question, self.prompts, self.encode = question, prompts, encode
         count = question.num_sequences
+        self.routed_experts: list[object] = [None] * count
         self.pieces = [Piece() for _ in range(count)]
         self.logprobs: list[list[object]] = [[] for _ in range(count)]
         self.versions: list[list[dict[str, object]]] = [[] for _ in range(count)]
@@ -93,6 +101,8 @@ class GenerateAnswer:
         if versions:
             versions[-1]["end"] = len(piece.token_ids)
         piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.routed_experts is not None:
+            self.routed_experts[index] = self.encode(array(delta.routed_experts))
         if delta.prompt_logprobs is not None:
             names = TokenNames(None, as_ids=True, skip_special_tokens=False)
             count = self.question.params.prompt_logprobs or 0
@@ -130,7 +140,7 @@ class GenerateAnswer:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
             "logprobs": {"content": self.logprobs[index]} if asked else None,
-            "routed_experts": None,
+            "routed_experts": self.routed_experts[index],
             "rollout_sample_support": None,
             "weight_versions": self.versions[index],
         }

@@ -15,6 +15,7 @@ from limelight.config import ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.front import Delta
 from limelight.metrics import Metrics
+from limelight.rl.routing import envelope
 from limelight.server.adapters import NamedAdapters
 from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
@@ -97,6 +98,11 @@ class Service:
     async def generate(self, call: Call, send: Send):
         """/inference/v1/generate"""
         await self.ask(read_generate(self.reader, call.body, call.id), call, send, GenerateAnswer)
+
+    async def skyrl_generate(self, call: Call, send: Send):
+        """/skyrl/v1/generate: the same, with routed experts as SkyRL reads them."""
+        tell = partial(GenerateAnswer, encode=envelope)
+        await self.ask(read_generate(self.reader, call.body, call.id), call, send, tell)
 
     async def render(self, call: Call, send: Send):
         """/v1/chat/completions/render: the prompt of a chat, as `generate` takes it."""

@@ -260,7 +260,7 @@ def test_an_unloaded_adapter_ends_its_requests_and_refuses_others(served):
     first, second = asked(prompt, 1), asked(prompt, 1)
     engine.add(first)
     engine.step()
-    engine.unload_adapter(1)
+    engine.adapters.unload(1)
     engine.add(second)
     outputs = []
     while engine.has_work:
@@ -337,7 +337,7 @@ def test_merged_experts_serve_one_adapter_at_a_time_and_the_base_model_as_it_was
     cases = [asked(text, number) for text in prompts(20, 9) for number in (1, 0, 2)]
     expected, answers = run(beside, cases), run(merged, cases)
     assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
-    merged.unload_adapter(1)
+    merged.adapters.unload(1)
     assert run(merged, cases[1:2])[0].token_ids == expected[1].token_ids
     merged.adapters.check()
 

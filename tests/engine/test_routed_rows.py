@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from drafted import fake_graphs, inject, knowing, start_drafted
-from tiny import FAMILIES, prompts, request, run, start, write_checkpoint
+from tiny import FAMILIES, Answer, prompts, request, run, start, write_checkpoint
 
 from limelight.rl.replay import record
 from limelight.rl.routing import array
@@ -177,6 +177,28 @@ def test_random_traffic_in_a_small_cache_never_shows_anothers_rows(flint_made, o
         token_ids = [token for output in taken[one.id] for token in output.token_ids]
         rows = array(taken[one.id][-1].routed_experts)
         np.testing.assert_array_equal(rows, expected(model, one, token_ids))
+
+
+def test_rows_are_computed_anew_when_all_is_to_be_forgotten(flint_made, overlap):
+    """As new weights do it: what had been kept of a preempted sequence goes too."""
+    folder, model = flint_made
+    engine = begin(folder)
+    engine.overlap = overlap
+    asked = [request(text, max_tokens=20) for text in prompts(30, 50)]
+    answers = {one.id: Answer() for one in asked}
+    for one in asked:
+        engine.add(one)
+    for turn in range(60):
+        if turn in (6, 13):
+            for output in engine.settle():
+                answers[output.request_id].take(output)
+            engine.scheduler.preempt_all()
+            engine.scheduler.renew_prefixes()
+            engine.routing.renew()
+        for output in engine.step():
+            answers[output.request_id].take(output)
+    assert not engine.has_work
+    check(model, asked, list(answers.values()))
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(flint_made):

@@ -68,3 +68,18 @@ def test_an_engine_that_returns_none_says_so_when_asked(make_api):
     assert answer.status_code == 400
     assert "--enable-return-routed-experts" in answer.json()["error"]["message"]
     assert "routed_experts" not in api.complete("abcd").json()["choices"][0]
+
+
+def test_token_routes_tell_them_each_in_its_own_encoding(api):
+    """vLLM's as a .npy file; SkyRL's as an envelope, whose data its reader cuts out of the body."""
+    body = {
+        "token_ids": [1, 2, 3, 4],
+        "sampling_params": {"max_tokens": 5, "routed_experts_prompt_start": 1},
+    }
+    answer = api.post("/inference/v1/generate", json=body).json()
+    assert rows(answer["choices"][0]) == list(range(1, 8))
+    told = api.post("/skyrl/v1/generate", json=body)
+    envelope = told.json()["choices"][0]["routed_experts"]
+    assert (envelope["shape"], envelope["dtype"]) == ([7, 3, 2], "uint8")
+    cut = told.content.split(b'"routed_experts":{"data":"')[1].split(b'"')[0]
+    assert list(base64.b64decode(cut)) == [i for i in range(1, 8) for _ in range(6)]
