@@ -45,6 +45,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "enable_in_reasoning": (False,),
 }
 PARSERS = ("glm47", "beam")
+MoeBackend = Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"]
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
 
 
@@ -194,6 +195,24 @@ class EngineConfig:
         None, 'adapters to start with: name=folder, or JSON as {"name": ..., "path": ...}'
     )
     tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp",))
+    enable_expert_parallel: bool = setting(
+        False, "let each of the tp x dp ranks hold whole experts, instead of a part of each",
+        aliases=("-ep",),
+    )  # fmt: skip
+    moe_backend: MoeBackend = setting(
+        "auto", "how rows reach experts on other ranks: all everywhere, which graphs can hold, "
+        "each where its experts are, or that in chunks; auto: by the number of rows",
+    )  # fmt: skip
+    expert_dispatch_dtype: Literal["auto", "fp8"] = setting(
+        "auto", "fp8: rows travel to experts in half the bytes, with a scale for each 128 numbers"
+    )
+    expert_load_file: str | None = setting(
+        None, "write there, now and then, how many tokens each expert of each layer got"
+    )
+    expert_placement: list[str] | None = setting(
+        None, "files with recorded loads, by which experts are spread over the ranks"
+    )
+    num_redundant_experts: int = setting(0, "second copies of experts, of the busiest ones")
     weight_transfer_config: dict[str, object] | None = setting(
         None, 'JSON object that lets a trainer send new weights: {"backend": "nccl"}'
     )
@@ -218,7 +237,8 @@ class EngineConfig:
                 )
         _check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
-            kv_cache_memory_bytes=1, tensor_parallel_size=1, max_loras=1, max_cpu_loras=1,
+            kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
+            max_loras=1, max_cpu_loras=1,
         )  # fmt: skip
         self._check_adapters()
         if self.batch_invariant and self.tensor_parallel_size > 2:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # vLLM's flags without a meaning here: (number of values, why).
 IGNORED: dict[str, tuple[int | str, str]] = {
+    "--all2all-backend": (1, "--moe-backend says how rows reach experts"),
     "--attention-backend": (1, "the engine chooses its own kernels"),
     "--compilation-config": (1, "nothing is compiled while serving"),
     "--cudagraph-capture-sizes": ("+", "the engine chooses its own sizes"),
@@ -37,7 +38,6 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--enable-sleep-mode": (0, "with --enable-rl the engine can always be put to sleep"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
     "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
-    "--moe-backend": (1, "the engine chooses its own kernels"),
     "--safetensors-load-strategy": (1, "tensors are loaded one at a time, in place"),
     "--swap-space": (1, "preempted requests are computed again, not swapped"),
     "--tokenizer-mode": (1, "there is one kind of tokenizer"),
@@ -67,7 +67,7 @@ BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--cpu-offload-gb": (),
     "--download-dir": (),
-    "--enable-expert-parallel": ("-ep",),
+    "--enable-eplb": (),
     "--kv-transfer-config": (),
     "--pipeline-parallel-size": ("-pp",),
     "--quantization": ("-q",),
@@ -81,6 +81,14 @@ UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "kv_cache_dtype": ("float16", "fp8_e5m2", "nvfp4"),
     "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
 }
+# Values that choose another engine's kernels: they stand for the default here.
+FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
+    "moe_backend": (
+        "aiter", "cutlass", "cutlass_block_scaled", "deep_gemm", "deep_gemm_mega_moe", "emulation",
+        "flashinfer_cutedsl", "flashinfer_cutlass", "flashinfer_moe_ep_cutedsl",
+        "flashinfer_trtllm", "humming", "marlin", "triton", "triton_unfused",
+    ),
+}  # fmt: skip
 SWITCHED = {"1": True, "true": True, "0": False, "false": False}
 FLAG = re.compile(r"(--[a-zA-Z][\w-]*)((?:\.\w[\w-]*)*)(=.*)?", re.DOTALL)
 
@@ -122,7 +130,7 @@ def _form(name: str, hint: object) -> dict[str, object]:
 
 def _choice(name: str, options: tuple[str, ...]):
     def choice(text: str) -> str:
-        if text in options:
+        if text in (*options, *FOREIGN_VALUES.get(name, ())):
             return text
         fault = "is not supported yet" if text in UNSUPPORTED_VALUES.get(name, ()) else "is unknown"
         raise argparse.ArgumentTypeError(f"{text!r} {fault}; choose from {', '.join(options)}")
@@ -243,6 +251,11 @@ def check_foreign(args: argparse.Namespace) -> list[str]:
         verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
         raise ValueError(f"{', '.join(names)} {verb} not supported yet; leave {them} out")
     warnings = []
+    for name, values in FOREIGN_VALUES.items():
+        if getattr(args, name, None) in values:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            warnings.append(f"{flag} is ignored: the engine chooses its own kernels")
+            delattr(args, name)
     for name in vars(args):
         if name in IGNORED:
             warnings.append(f"{name} is ignored: {IGNORED[name][1]}")

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from limelight.checkpoint import BUNDLED_NAMES, locate
 from limelight.config import EngineConfig
+from limelight.engine.experts import expert_mesh
 from limelight.engine.memory import MemoryPlan
 from limelight.engine.startup import plan_memory, resolve
 from limelight.models.loader import has_weights
+from limelight.parallel.seat import Seat
 
 LENGTHS = (1024, 8192, 65_536, 262_144)
 
@@ -25,7 +27,8 @@ def inspect(config: EngineConfig) -> dict[str, object]:
     if local is None or not has_weights(local):
         config = replace(config, load_format="dummy")
     found = resolve(config)
-    plan, model = plan_memory(config, found), found.shape
+    experts = expert_mesh(config, found, Seat(size=config.tensor_parallel_size))
+    plan, model = plan_memory(config, found, experts=experts), found.shape
     try:
         plan.check()
         fault = None

@@ -217,6 +217,7 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up", of("prefix_queries"))
         yield self._counter("prefix_cache_hits", "Tokens found", of("prefix_hits"))
         yield self._step_tokens(each)
+        yield from self._expert_tokens(each)
         drafting = [(engine, one.speculation) for engine, one in enumerate(each)]
         yield from self._speculation([(e, one) for e, one in drafting if one is not None])
         if (info := self.info()) is not None:
@@ -224,6 +225,19 @@ class _EngineCollector(Collector):
                 "cache_config_info", "The KV cache", always,
                 block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
             )  # fmt: skip
+
+    def _expert_tokens(self, each: Sequence[EngineStats]) -> Iterator[Metric]:
+        """Of the engines that count them."""
+        if not any(one.expert_tokens for one in each):
+            return
+        family = CounterMetricFamily(
+            "vllm:expert_tokens", "Tokens that were routed to an expert, over all layers",
+            labels=(*LABELS, "expert"),
+        )  # fmt: skip
+        for engine, one in enumerate(each):
+            for expert, tokens in enumerate(one.expert_tokens):
+                family.add_metric([self.model, str(engine), str(expert)], tokens)
+        yield family
 
     def _speculation(self, each: list[tuple[int, SpeculationStats]]) -> Iterator[Metric]:
         """Of the engines that draft."""

@@ -37,6 +37,7 @@ class EngineStats:
     steps: int = 0
     step_tokens: int = 0
     speculation: SpeculationStats | None = None  # None: nothing is drafted
+    expert_tokens: list[int] = field(default_factory=list)  # of all layers, where they are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,16 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What engines that share experts agreed on for one step: how many rows each has, and the size
+    of the CUDA graph that all replay, if they do, and whether it is one of `decodes` alone."""
+
+    rows: list[int]
+    graph: int | None = None
+    decodes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the engine; with no token ids but admissions', so it can be made a step early.
 
@@ -79,6 +89,7 @@ class StepPlan:
     grants: list[Grant] = field(default_factory=list)
     trim: Trim | None = None
     drafts: bool = False
+    together: Together | None = None
     moves: list[AdapterMove] = field(default_factory=list)
 
     @property
@@ -92,6 +103,11 @@ class StepPlan:
         return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)
 
     @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one token, and gets one."""
+        return all(grant.num_tokens == 1 and grant.samples for grant in self.grants)
+
+    @property
     def kind(self) -> StepKind:
         """The way in which it runs."""
         if any(g.num_tokens - g.num_drafts > 1 or not g.samples for g in self.grants):
@@ -101,6 +117,13 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(grant.num_tokens for grant in self.grants)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the model computes: its tokens, but for drafts that are not verified."""
+        offered = sum(grant.num_drafts for grant in self.grants)
+        kept = offered if self.trim is None else min(self.trim.budget, offered)
+        return self.num_tokens - offered + kept
 
 
 @dataclass(frozen=True, slots=True)

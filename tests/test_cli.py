@@ -163,8 +163,7 @@ def test_a_mistake_is_told_in_one_line(capsys, argv, words):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["-ep"],
-        ["--enable-expert-parallel"],
+        ["-pp"],
         ["--kv-cache-dtype", "fp8_e5m2"],
         ["--quantization=fp8"],
         ["--cpu-offload-gb", "4"],
@@ -175,14 +174,26 @@ def test_a_feature_still_to_come_is_refused_by_name(capsys, argv):
     line = complaint(capsys, "serve", "flint-nano", *argv)
     assert "not supported yet" in line
     name = argv[0].split(".")[0].split("=")[0].replace("_", "-")
-    long = {"-ep": "enable-expert-parallel"}
+    long = {"-pp": "pipeline-parallel-size"}
     assert long.get(name, name) in line
 
 
 def test_all_features_still_to_come_are_named_at_once(capsys):
-    argv = ["serve", "-pp", "4", "--moe-backend", "x", "--enable-expert-parallel"]
-    line = complaint(capsys, *argv)
-    assert "--pipeline-parallel-size, --enable-expert-parallel are not supported yet" in line
+    line = complaint(capsys, "serve", "-pp", "4", "--enable-eplb", "-ep")
+    assert "--pipeline-parallel-size, --enable-eplb are not supported yet" in line
+
+
+def test_experts_are_shared_by_vllms_flag():
+    given = engine("-ep", "--expert-placement", "a.json", "b.json", "--num-redundant-experts", "4")
+    assert given.enable_expert_parallel and given.expert_placement == ["a.json", "b.json"]
+
+
+def test_a_way_to_the_experts_that_is_another_engines_stands_for_the_default():
+    args = cli.parse(["serve", "--moe-backend", "flashinfer_moe_ep_cutedsl", "-ep"])
+    (warning,) = check_foreign(args)
+    assert warning.startswith("--moe-backend flashinfer_moe_ep_cutedsl is ignored")
+    assert config_from(args, EngineConfig).moe_backend == "auto"
+    assert engine("--moe-backend", "all2all", "-ep").moe_backend == "all2all"
 
 
 def test_flags_without_a_meaning_here_are_ignored_with_a_line_each():

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from limelight.config import EngineConfig
+from limelight.engine.peers import Circle
 from limelight.engine.process import Command, Report
 from limelight.orders import Asked, EngineState, Order, Reply
 from limelight.stats import EngineStats, ModelInfo
@@ -76,9 +77,15 @@ class Served(Protocol):
 class EngineClient:
     """Starts an engine process, sends it requests and hands out its outputs."""
 
-    def __init__(self, config: EngineConfig, env: Mapping[str, str] = NOTHING):
-        """`env` is what the process has in its environment beside what this one has."""
-        self.config, self.env = config, env
+    def __init__(
+        self,
+        config: EngineConfig,
+        env: Mapping[str, str] = NOTHING,
+        circle: Circle | None = None,
+    ):
+        """`env` is what the process has in its environment beside what this one has, `circle` where
+        it meets the engines that share its experts."""
+        self.config, self.env, self.circle = config, env, circle
         self.stats, self.state = EngineStats(), EngineState()
         self._info: ModelInfo | None = None
         self._ready = asyncio.Event()
@@ -130,7 +137,8 @@ class EngineClient:
         )  # fmt: skip
         assert self._process.stdin is not None
         # Not among the arguments, which every user of the machine can read.
-        self._process.stdin.write(msgspec.json.encode(self.config) + b"\n")
+        for line in (self.config, self.circle):
+            self._process.stdin.write(msgspec.json.encode(line) + b"\n")
         if self._fault is not None:
             self._process.kill()
             await self._process.wait()

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from limelight.engine.adapters import Adapters
 from limelight.engine.drafting import Drafting
+from limelight.engine.expert_load import ExpertLoad
 from limelight.engine.routing import Routing, Told
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
@@ -77,6 +78,19 @@ class Closing(Protocol):
     def close(self) -> None: ...
 
 
+class Joined(Closing, Protocol):
+    """The other engines, where they share this one's experts: their steps are its own too."""
+
+    @property
+    def called(self) -> bool: ...
+
+    @property
+    def waker(self) -> int:
+        """A file that can be read once one has called."""
+
+    def drain(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step under way, and the sequences that it computes, by slot."""
@@ -103,12 +117,15 @@ class Engine:
         grammars: Grammars | None = None,
         drafting: Drafting | None = None,
         ranks: Closing | None = None,
+        peers: Joined | None = None,
+        expert_load: ExpertLoad | None = None,
         routing: Routing | None = None,
         adapters: Adapters | None = None,
     ):
         self.scheduler, self.runner, self.overlap = scheduler, runner, overlap
-        self.grammars, self.drafting, self.ranks = grammars, drafting, ranks
-        self.routing, self.adapters = routing, adapters or Adapters.none()
+        self.grammars, self.drafting, self.ranks, self.peers = grammars, drafting, ranks, peers
+        self.expert_load, self.routing = expert_load, routing
+        self.adapters = adapters or Adapters.none()
         # Last outputs, whose rows of routing are on their way: told a step later.
         self.late: list[tuple[Output, Told]] = []
         self.refusals: list[Output] = []  # of requests that came for an adapter that is not there
@@ -125,7 +142,13 @@ class Engine:
         """Whether a step would bring anything on."""
         runs = self.scheduler.has_work and not self.held
         waits = self.compiling or self.late or self.refusals
-        return runs or self.under_way is not None or bool(waits)
+        runs = runs or self.under_way is not None or bool(waits)
+        return runs or self.is_called
+
+    @property
+    def is_called(self) -> bool:
+        """Whether another engine waits for this one to make a step."""
+        return self.peers is not None and self.peers.called
 
     def add(self, request: Request) -> None:
         """Queue a request; it must fit the model's length, which `make_requests` sees to."""
@@ -194,18 +217,24 @@ class Engine:
         stats["waiting"] += len(self.compiling)
         stats["waiting_tokens"] += sum(len(r.prompt_token_ids) for r in self.compiling.values())
         speculation = None if self.drafting is None else self.drafting.stats()
+        expert_tokens: list[int] = []
+        if self.expert_load is not None:
+            expert_tokens = self.expert_load.look(self.steps, idle=not self.has_work)
         return EngineStats(
-            **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation
-        )
+            **stats, steps=self.steps, step_tokens=self.step_tokens, speculation=speculation,
+            expert_tokens=expert_tokens,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End what works beside the steps."""
         try:
+            if self.expert_load is not None:
+                self.expert_load.write()
             if self.grammars is not None:
                 self.grammars.close()
         finally:
-            if self.ranks is not None:
-                self.ranks.close()
+            for others in filter(None, (self.peers, self.ranks)):
+                others.close()
 
     def step(self) -> list[Output]:
         """One step. If it fails, its sequences end with the error and the others go on.
@@ -219,21 +248,22 @@ class Engine:
     def _make_step(self) -> list[Output]:
         outputs, self.refusals = self.refusals, []
         outputs += self._take_grammars()
-        if self.held:
+        if self.held and not self.is_called:
             return outputs + self.settle()
-        plan = self.scheduler.schedule()
+        # Whoever is held still lends its experts.
+        plan = StepPlan() if self.held else self.scheduler.schedule()
         if self.routing is not None:
             self._follow(self.routing, plan)
         if self.drafting is not None and plan.grants:
             plan = self.drafting.decide(plan)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
         step = None
-        if plan.grants:
+        if plan.grants or self.is_called:
             try:
                 step = Step(plan, sequences, self.runner.launch(plan))
             except Exception as error:
                 outputs += self._fail_all(sequences.values(), error)
-        if step is not None:
+        if step is not None and plan.grants:
             self.steps += 1
             self.step_tokens += plan.num_tokens
             self.scheduler.advance(plan)

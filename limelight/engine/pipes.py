@@ -9,6 +9,7 @@ import msgspec
 
 from limelight.config import EngineConfig
 from limelight.orders import DeviceOrder
+from limelight.parallel.seat import Seat
 from limelight.steps import StepPlan
 
 LENGTH = 8
@@ -20,7 +21,7 @@ class Start:
     """The first message to a rank."""
 
     config: EngineConfig
-    rank: int
+    seat: Seat
     port: int  # of the store
 
 

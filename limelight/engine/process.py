@@ -14,14 +14,19 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from limelight.config import EngineConfig
+from limelight.engine.peers import Circle
 from limelight.orders import Asked, EngineState, Reply
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request
+
+if TYPE_CHECKING:
+    from limelight.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
@@ -101,12 +106,29 @@ def end_with_parent(folder: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter) -> None:
+def heard(commands: "zmq.Socket[bytes]", engine: "Engine") -> bool:
+    """Whether there is a command; with nothing to do it waits for one, or for a step of others."""
+    if engine.peers is None or engine.has_work:
+        return bool(commands.poll(0 if engine.has_work else None))
+    poller = zmq.Poller()
+    poller.register(commands, zmq.POLLIN)
+    poller.register(engine.peers.waker, zmq.POLLIN)
+    if engine.peers.waker in dict(poller.poll()):
+        engine.peers.drain()
+    return bool(commands.poll(0))
+
+
+def run(
+    config: EngineConfig,
+    circle: Circle | None,
+    commands: "zmq.Socket[bytes]",
+    reporter: Reporter,
+) -> None:
     """Start the engine, then serve commands until the process is ended."""
     from limelight.engine.startup import start_engine
     from limelight.progress import Progress
 
-    started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end)
+    started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end, circle=circle)
     engine, control, decoder = started.engine, started.control, msgspec.msgpack.Decoder(Command)
     if engine.grammars is not None:
         engine.grammars.start()
@@ -116,8 +138,8 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
     reporter.send(Report(phase="ready", info=started.info, stats=engine.stats()))
     while True:
         outputs: list[Output] = []
-        # With nothing to do, wait for a command; between steps, take those that are there.
-        while commands.poll(0 if engine.has_work else None):
+        # Between steps, take the commands that are there.
+        while heard(commands, engine):
             command = decoder.decode(commands.recv())
             for request in command.add:
                 outputs += control.add(request)
@@ -139,11 +161,12 @@ def run(config: EngineConfig, commands: "zmq.Socket[bytes]", reporter: Reporter)
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of the child: the folder of the sockets. The config is a line of JSON on its input."""
+    """Entry of the child: the folder of the sockets. On its input are two lines of JSON: the
+    config, and where to meet the engines that share its experts."""
     (folder,) = arguments
     # The parent decides when to end, also when a terminal sends its interrupt to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config_json = sys.stdin.buffer.readline()
+    config_json, circle_json = sys.stdin.buffer.readline(), sys.stdin.buffer.readline()
     end_with_parent(folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     context = zmq.Context()
@@ -152,7 +175,8 @@ def main(arguments: list[str]) -> int:
     reports.connect(f"ipc://{folder}/reports")
     reporter = Reporter(reports)
     try:
-        run(msgspec.json.decode(config_json, type=EngineConfig), commands, reporter)
+        config = msgspec.json.decode(config_json, type=EngineConfig)
+        run(config, msgspec.json.decode(circle_json, type=Circle | None), commands, reporter)
     except ValueError as error:
         reporter.send(Report(phase="dead", fault=str(error)))
     except Exception as error:

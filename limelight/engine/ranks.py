@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from typing import cast
 
 import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.config import EngineConfig
 from limelight.engine.memory import MemoryPlan
@@ -25,6 +26,7 @@ from limelight.engine.pipes import Agreed, Facts, Sender, Start, Told, Word, rec
 from limelight.orders import DeviceOrder
 from limelight.parallel.group import abandon, have_come, join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.runner.control import DeviceControl
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
@@ -99,9 +101,15 @@ class Ranks:
     """All ranks above 0. `lost` is None as long as none is, and then how the first one was."""
 
     def __init__(
-        self, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        on_loss: Callable[[str], None] | None,
+        seat: Seat,
+        store: TCPStore | None = None,
     ):
-        self.size, self.device, self.on_loss = config.tensor_parallel_size, device, on_loss
+        """`store` is that of the world, where there is more of it than these ranks."""
+        self.seat, self.size, self.device, self.on_loss = seat, seat.size, device, on_loss
         self.lost: str | None = None
         self.is_closing = False
         self.mesh = Mesh(size=self.size)
@@ -112,16 +120,21 @@ class Ranks:
             # Empty, NCCL chooses by itself; the other ranks inherit it.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
         take_device(device, 0, self.size)
-        self._store = open_store()
+        self._store = open_store() if store is None else store
         self.workers: list[Worker] = []
 
     @classmethod
     @contextmanager
     def started(
-        cls, config: EngineConfig, device: torch.device, on_loss: Callable[[str], None] | None
+        cls,
+        config: EngineConfig,
+        device: torch.device,
+        on_loss: Callable[[str], None] | None,
+        seat: Seat,
+        store: TCPStore | None = None,
     ) -> Iterator["Ranks"]:
         """They are ended if the block fails, which tells of a lost rank as what it was."""
-        ranks = cls(config, device, on_loss)
+        ranks = cls(config, device, on_loss, seat, store)
         try:
             for rank in range(1, ranks.size):
                 ranks._start(config, rank)
@@ -143,7 +156,7 @@ class Ranks:
         blocks = [own.num_blocks]
         for worker in self.workers:
             assert worker.facts is not None
-            _compare(own, worker.facts, worker.rank)
+            compare(own, worker.facts, f"rank {worker.rank}")
             blocks.append(worker.facts.num_blocks)
         plan = plan.with_blocks(min(blocks))
         plan.check()
@@ -155,11 +168,11 @@ class Ranks:
 
         `DeviceLost` if one ends before it joins, for which the group itself would wait.
         """
-        while not have_come(self._store, self.size):
+        while not have_come(self._store, self.seat):
             if self.lost is not None:
                 raise DeviceLost(self.lost)
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        self.mesh = join(self._store, self.device, 0, self.size, width=width, dtype=dtype)
+        self.mesh = join(self._store, self.device, self.seat, width=width, dtype=dtype)
         return self.mesh
 
     def send(self, message: object) -> None:
@@ -196,7 +209,8 @@ class Ranks:
             target=self._watch, args=(worker,), name=f"rank {rank}", daemon=True
         )
         watch.start()
-        self._send(worker, msgspec.msgpack.encode(Start(config, rank, self._store.port)))
+        start = Start(config, replace(self.seat, rank=rank), self._store.port)
+        self._send(worker, msgspec.msgpack.encode(start))
 
     def _send(self, worker: Worker, data: bytes) -> None:
         try:
@@ -226,16 +240,17 @@ class Ranks:
         worker.process.wait()
 
 
-def _compare(own: Facts, other: Facts, rank: int) -> None:
+def compare(own: Facts, other: Facts, who: str) -> None:
+    """`ValueError` if another rank has not what this one has."""
     for name, version in own.versions.items():
         if other.versions.get(name) != version:
             raise ValueError(
-                f"rank {rank} has {name} {other.versions.get(name)}, and rank 0 {version}; "
+                f"{who} has {name} {other.versions.get(name)}, and rank 0 {version}; "
                 f"all ranks must run the same"
             )
     if other.model != own.model:
         raise ValueError(
-            f"rank {rank} has found another checkpoint or configuration than rank 0: its shape, "
+            f"{who} has found another checkpoint or configuration than rank 0: its shape, "
             f"types or tensors differ"
         )
 

@@ -4,14 +4,18 @@ import asyncio
 import logging
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 
 from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead, EngineStatus
+from limelight.engine.peers import Circle
 from limelight.engine.router import Router
 from limelight.orders import (
     EngineState,
@@ -35,14 +39,18 @@ class Replicas:
     """Starts `count` engines and gives each request to one of them.
 
     An engine that dies, or hangs, after it was ready is started anew, up to `restarts` times in
-    all; one that is not counts as the death of all. `ValueError` for GPUs that are too few.
+    all; one that is not counts as the death of all. Engines that share experts live and die
+    together: all are started anew, which counts once. `ValueError` for GPUs that are too few.
     """
 
     def __init__(self, config: EngineConfig, *, count: int = 1, restarts: int = 0):
         self.restarts = restarts
         self.places = _places(config, count)
         self.router: Router[int] = Router()
-        self.clients = [EngineClient(config, env) for config, env in self.places]
+        self.shares_experts = count > 1 and config.enable_expert_parallel
+        self._meeting: Path | None = None  # where engines that share experts find each other
+        self._move()
+        self.clients = [self._client(place) for place in range(count)]
         self.began = [False] * count  # whether each has been ready
         self.restarting: set[int] = set()
         # How adapters came since the start, which an engine that is started anew needs too.
@@ -78,7 +86,10 @@ class Replicas:
     async def start(self) -> None:
         """Spawn the processes; each loads the model by itself."""
         await asyncio.gather(*(client.start() for client in self.clients))
-        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(len(self.clients))]
+        groups = [[i] for i in range(len(self.clients))]
+        if self.shares_experts:
+            groups = [list(range(len(self.clients)))]
+        self._keepers = [asyncio.create_task(self._keep(group)) for group in groups]
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """As `EngineClient.submit`; a request whose engine dies before it says a word is given to
@@ -152,6 +163,7 @@ class Replicas:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self.clients))
+        self._leave()
 
     @property
     def _alive(self) -> list[int]:
@@ -175,45 +187,70 @@ class Replicas:
             )
         return [request.replica]
 
-    async def _keep(self, place: int) -> None:
-        """Start the engine at a place anew when it has died or hangs, as long as that may be."""
+    async def _keep(self, group: list[int]) -> None:
+        """Start the engines at these places anew when one has died or hangs, as long as may be."""
         pause = 0.0
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-            client = self.clients[place]
-            status = client.status
-            if status.phase == "ready":
-                self.began[place], pause = True, 0.0
+            each = [(place, self.clients[place], self.clients[place].status) for place in group]
+            for place, client, _ in each:
+                self.began[place] |= client.is_loaded
+            if all(status.phase == "ready" for _, _, status in each):
+                pause = 0.0
             # While it starts, it may be silent for long.
-            lost = status.phase == "dead" or (client.is_loaded and not status.healthy)
-            if not lost or not self._may_restart(place):
+            lost = [
+                (place, status.detail)
+                for place, client, status in each
+                if status.phase == "dead" or (client.is_loaded and not status.healthy)
+            ]
+            if not lost or not all(self._may_restart(place) for place in group):
                 continue
             self.restarts -= 1
-            logger.error("engine %d is started anew: %s", place, status.detail)
-            self.restarting.add(place)
+            logger.error("engine %d is started anew: %s", *lost[0])
+            self.restarting.update(group)
             try:
                 await asyncio.sleep(pause)
-                await self._restart(place)
+                await self._restart(group)
             except OSError as error:
-                logger.error("engine %d could not be started anew: %s", place, error)
+                logger.error("engine %d could not be started anew: %s", lost[0][0], error)
             finally:
-                self.restarting.discard(place)
+                self.restarting.difference_update(group)
             pause = 2 * pause + SECONDS_BETWEEN_STARTS
 
-    async def _restart(self, place: int) -> None:
-        self.router.beginnings.forget(place)
-        await self.clients[place].close()
-        config, env = self.places[place]
-        client = EngineClient(config, env)
+    async def _restart(self, group: list[int]) -> None:
+        for place in group:
+            self.router.beginnings.forget(place)
+        await asyncio.gather(*(self.clients[place].close() for place in group))
+        self._move()
+        clients = [self._client(place) for place in group]
         try:
-            await client.start()
+            for client in clients:
+                await client.start()
         except OSError:
-            await client.close()
+            await asyncio.gather(*(client.close() for client in clients))
             raise
-        self.clients[place] = client
-        # Before any request comes; to one that cannot be read any more the engine refuses these.
-        for order in self.adapters.values():
-            client.tell(LoadAdapter(replace(order.adapter, load_inplace=True)))
+        for place, client in zip(group, clients, strict=True):
+            self.clients[place] = client
+            # Before any request comes; what cannot be read any more the engine refuses later.
+            for order in self.adapters.values():
+                client.tell(LoadAdapter(replace(order.adapter, load_inplace=True)))
+
+    def _client(self, place: int) -> EngineClient:
+        config, env = self.places[place]
+        circle = None
+        if self._meeting is not None:
+            circle = Circle(place, len(self.places), str(self._meeting))
+        return EngineClient(config, env, circle)
+
+    def _move(self) -> None:
+        """Have engines that share experts meet in a folder where no one has been."""
+        self._leave()
+        if self.shares_experts:
+            self._meeting = Path(tempfile.mkdtemp(prefix="limelight-"))
+
+    def _leave(self) -> None:
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
 
 
 def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:

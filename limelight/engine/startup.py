@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,20 +25,24 @@ from limelight.engine.drafters import (
 )
 from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
+from limelight.engine.expert_load import ExpertLoad, load_file
+from limelight.engine.experts import expert_mesh, joined
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
+from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
 from limelight.engine.lora import adapter_kinds, make_room, start_adapters
 from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
-from limelight.engine.ranks import LeadingRunner, Ranks, all_devices
+from limelight.engine.peers import Circle, Peers
+from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
 from limelight.engine.warm_up import warm_up
+from limelight.engine.work_space import work_space
 from limelight.models.beam import BeamConfig
 from limelight.models.config import stop_tokens
 from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
-    Model,
     build,
     cache_scales,
     find_tensors,
@@ -47,15 +50,13 @@ from limelight.models.loader import (
     packed_names,
     read_config,
 )
-from limelight.ops.fp4 import FP4
-from limelight.ops.kept import KEPT_BYTES
-from limelight.ops.lora import Adapted
-from limelight.ops.paging import FP8, work_space
+from limelight.ops.paging import FP8
+from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.progress import Progress
 from limelight.quant.declared import read_declared
 from limelight.quant.stored import Stored
-from limelight.runner.graphs import MOST_ROWS_WITH_A_PROMPT
 from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
@@ -148,11 +149,16 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig,
+    found: Resolved,
+    mesh: Mesh | None = None,
+    experts: ExpertMesh | None = None,
+) -> MemoryPlan:
     """What `config` would take on this rank's device, or on that of rank 0; nothing is loaded."""
     mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
-    place = Placement(mesh, dtype, device, outline=True, packed=found.packed)
+    place = Placement(mesh, dtype, device, outline=True, packed=found.packed, experts=experts)
     room = make_room(config, dtype)
     outline = build(found.architecture, model, replace(place, adapters=room))
     kinds, drafter = weight_kinds(outline) + adapter_kinds(room), found.drafter
@@ -180,7 +186,7 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         usable=free if config.kv_cache_memory_bytes else int(total * config.gpu_memory_utilization),
         total=total,
         kinds=kinds,
-        workspace=_workspace(config, found) + _unpacked(config, outline, found),
+        workspace=work_space(config, found, outline, experts),
         block=block,
         groups=groups,
         num_blocks=0,
@@ -191,39 +197,6 @@ def plan_memory(config: EngineConfig, found: Resolved, mesh: Mesh | None = None)
         invariant_on_gpu=config.batch_invariant and device.type == "cuda",
     )
     return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
-
-
-def _workspace(config: EngineConfig, found: Resolved) -> int:
-    """An upper bound of what one step holds beside weights and cache."""
-    model = found.shape
-    width = 8 * model.hidden_size + 6 * max(
-        model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
-    )
-    tokens = min(config.max_num_batched_tokens, model.max_positions)
-    row = 4 * model.vocab_size
-    logits = 3 * row * max(config.max_num_seqs, 256)
-    if found.drafter is not None:
-        logits = max(logits, row * found.drafter.logit_rows(config))
-    if found.device.type == "cuda":
-        # What graphs compute is in memory of their own.
-        tokens += 0 if config.enforce_eager else min(tokens, MOST_ROWS_WITH_A_PROMPT)
-        return found.dtype.itemsize * tokens * width + logits
-    attention = work_space(
-        max_len=found.max_model_len,
-        heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-    )  # fmt: skip
-    return 4 * tokens * width + logits + attention + KEPT_BYTES
-
-
-def _unpacked(config: EngineConfig, outline: Model, found: Resolved) -> int:
-    """Of the two largest NVFP4 matrices, of routed and shared experts: unpacked for many rows, in
-    graphs too."""
-    held = [w for module in outline.modules() for w in vars(module).values()]
-    packed = [w for w in (w.base if type(w) is Adapted else w for w in held) if type(w) is FP4]
-    if found.device.type == "cpu":
-        return 0
-    sizes = sorted({math.prod(weight.shape) for weight in packed})
-    return found.dtype.itemsize * sum(sizes[-2:]) * (1 if config.enforce_eager else 2)
 
 
 def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
@@ -262,20 +235,33 @@ def start_engine(
     mesh: Mesh = ALONE,
     *,
     on_loss: Callable[[str], None] | None = None,
+    circle: Circle | None = None,
 ) -> Started:
-    """Load the model and warm it up, with the other ranks where the config asks for some.
+    """Load the model and warm it up, with the other ranks where the config asks for some, and with
+    the engines of `circle`, which share its experts.
 
     `ValueError` for what a user can mend. `mesh` is for one rank's part of a model alone. `on_loss`
     is called in another thread when another rank is lost, at the start or later.
     """
     found = resolve(config)
-    if config.tensor_parallel_size == 1:
+    seat = Seat(size=config.tensor_parallel_size)
+    if circle is not None:
+        seat = replace(seat, data_rank=circle.rank, data_size=circle.size)
+    experts, load = expert_mesh(config, found, seat), load_file(config, seat)
+    if seat.world_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
-    plan = plan_memory(config, found)
-    with Ranks.started(config, found.device, on_loss) as ranks:
+    plan = plan_memory(config, found, experts=experts)
+    peers = store = None
+    if circle is not None:
+        peers = Peers(circle, on_loss)
+        store = meet(peers, facts_of(plan, found.identity))
+    with Ranks.started(config, found.device, on_loss, seat, store) as ranks:
         plan = ranks.agree(plan, found.identity)
         mesh = ranks.join(found.shape.hidden_size, found.dtype)
-        return _start(config, found, plan, mesh, progress, ranks)
+        experts = joined(experts, mesh)
+        return _start(
+            config, found, plan, mesh, progress, ranks, load=load, experts=experts, peers=peers
+        )
 
 
 def start_runner(
@@ -285,6 +271,8 @@ def start_runner(
     mesh: Mesh,
     progress: Progress,
     grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
+    *,
+    experts: ExpertMesh | None = None,
 ) -> tuple[ModelRunner, Drafting | None]:
     """This rank's part of the model, loaded and warm, and what decides about drafts.
 
@@ -297,7 +285,7 @@ def start_runner(
         threads = os.environ.get("OMP_NUM_THREADS", "")
         cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // mesh.size))
-    place = Placement(mesh, found.dtype, device)
+    place = Placement(mesh, found.dtype, device, experts=experts)
     runner = _load_runner(config, found, plan, place, progress, grammars)
     if drafter is not None:
         dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
@@ -349,12 +337,18 @@ def _start(
     mesh: Mesh,
     progress: Progress,
     ranks: Ranks | None = None,
+    *,
+    load: Path | None = None,
+    experts: ExpertMesh | None = None,
+    peers: Peers | None = None,
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
     device, ends = found.device, found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
-    runner, drafting = start_runner(config, found, plan, mesh, progress, grammars.of_request)
+    runner, drafting = start_runner(
+        config, found, plan, mesh, progress, grammars.of_request, experts=experts
+    )
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
     adapters = start_adapters(config, leading)
     scheduler = Scheduler(
@@ -378,12 +372,17 @@ def _start(
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
+    if peers is not None:
+        peers.ready()
     engine = Engine(
-        scheduler, leading, eos_token_ids=ends, overlap=overlap, grammars=grammars,
-        drafting=drafting, ranks=ranks, adapters=adapters,
+        scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
+        eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
+        peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
+        adapters=adapters,
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
-    control = Control(engine, all_devices(config, runner, ranks))
+    devices = all_devices(config, runner, ranks)
+    control = Control(engine, devices if experts is None else FixedDevices())
     return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 

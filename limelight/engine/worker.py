@@ -48,25 +48,28 @@ def beat(words: Sender) -> None:
 
 def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> None:
     """Start up beside the other ranks, then make step after step until the process is ended."""
+    from limelight.engine.experts import expert_mesh, joined
     from limelight.engine.ranks import device_control, facts_of
     from limelight.engine.startup import plan_memory, resolve, start_runner
     from limelight.parallel.group import join, store_at, take_device
     from limelight.parallel.mesh import Mesh
     from limelight.progress import Progress
 
-    config, rank, size = start.config, start.rank, start.config.tensor_parallel_size
+    config, seat = start.config, start.seat
     found = resolve(config)
-    take_device(found.device, rank, size)
-    plan = plan_memory(config, found, Mesh(rank, size))
+    take_device(found.device, seat.rank, seat.size)
+    experts = expert_mesh(config, found, seat)
+    plan = plan_memory(config, found, Mesh(seat.rank, seat.size), experts)
     plan.check()
     words.send(Word(facts=facts_of(plan, found.identity)))
     agreed = msgspec.msgpack.decode(messages.get(), type=Agreed)
     mesh = join(
-        store_at(start.port), found.device, rank, size,
+        store_at(start.port), found.device, seat,
         width=found.shape.hidden_size, dtype=found.dtype,
     )  # fmt: skip
     plan = plan.with_blocks(agreed.num_blocks)
-    runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True))
+    experts = joined(experts, mesh)
+    runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True), experts=experts)
     devices = device_control(config, runner)
     words.send(Word(is_ready=True))
     decoder = msgspec.msgpack.Decoder(Told)
@@ -104,7 +107,8 @@ def main() -> int:
         threading.Thread(target=target, args=arguments, daemon=True).start()
     start = msgspec.msgpack.decode(messages.get(), type=Start)
     logging.basicConfig(
-        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {start.rank}: %(message)s"
+        level=logging.WARNING,
+        format=f"%(asctime)s %(levelname)s rank {start.seat.world_rank}: %(message)s",
     )
     try:
         work(start, messages, words)

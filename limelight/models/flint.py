@@ -138,8 +138,9 @@ class SparseFeedForward(nn.Module):
             config.num_experts, size, config.expert_inner_size, place.within("experts"), fp32=False
         )
         self.shared = SwiGLU(
-            size, config.shared_inner_size, place.within("shared_expert"), fp32=False
-        )
+            size, config.shared_inner_size, place.beside_experts.within("shared_expert"),
+            fp32=False,
+        )  # fmt: skip
 
     def forward(
         self, h_TD: torch.Tensor, x_TD: Summand, batch: Batch

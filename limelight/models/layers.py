@@ -5,6 +5,7 @@ A layer asks its `Placement` for its weights by their names in the checkpoint; t
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from limelight.models.adapters import AdapterRoom
+from limelight.models.expert_parallel import DividedExperts
 from limelight.ops import experts, linear, norm
 from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
@@ -20,6 +22,7 @@ from limelight.ops.fp4 import BLOCK, FP4, Weight
 from limelight.ops.lora import Matrix, without_adapters
 from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, summed
+from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
 
 
@@ -44,13 +47,15 @@ class Target:
     """Where one checkpoint tensor goes.
 
     The tensor has `shape`; `take` is the part that this rank holds and `into` the piece of a
-    parameter that receives it. Routed experts are one tensor of all of them.
+    parameter that receives it. Routed experts are one tensor of all of them; where a rank holds
+    whole ones, `experts` are those that `into` has, one after the other.
     """
 
     into: Weight
     shape: tuple[int, ...]
     take: tuple[slice, ...]
     dummy: Dummy
+    experts: tuple[int, ...] | None = None
 
 
 Targets = dict[str, Target]
@@ -83,7 +88,8 @@ class Placement:
 
     `packed` tells whether the checkpoint has the tensor of a name as NVFP4. `prefix` is what the
     names of a layer begin with; `targets` gathers them for the whole model. With `adapters` there
-    is room for these beside every matrix of a layer.
+    is room for these beside every matrix of a layer. With `experts`
+    ranks hold whole experts, and bring rows of their own to them.
     """
 
     mesh: Mesh
@@ -94,6 +100,19 @@ class Placement:
     prefix: str = ""
     targets: Targets = field(default_factory=dict)
     adapters: AdapterRoom | None = None
+    experts: ExpertMesh | None = None
+
+    @property
+    def layer(self) -> int:
+        """The number of the layer that this is in."""
+        found = re.search(r"layers\.(\d+)\.", self.prefix)
+        assert found is not None, f"{self.prefix} is in no layer"
+        return int(found[1])
+
+    @property
+    def beside_experts(self) -> "Placement":
+        """For what is computed of the rows that a rank brings to the experts: whole there."""
+        return self if self.experts is None else replace(self, mesh=Mesh.single())
 
     def within(self, name: str) -> "Placement":
         """For a layer whose names go on with `name`."""
@@ -106,10 +125,11 @@ class Placement:
         return nn.Parameter(value, requires_grad=False)
 
     def fill(
-        self, name: str, into: Weight, shape: tuple[int, ...], take: tuple[slice, ...], dummy: Dummy
-    ) -> None:
+        self, name: str, into: Weight, shape: tuple[int, ...], take: tuple[slice, ...],
+        dummy: Dummy, experts: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         """Have the loader fill `into` with the part `take` of a tensor."""
-        self.targets[self.prefix + name] = Target(into, shape, take, dummy)
+        self.targets[self.prefix + name] = Target(into, shape, take, dummy, experts)
 
     def whole(
         self, name: str, *shape: int, dummy: Dummy, dtype: torch.dtype | None = None
@@ -126,12 +146,14 @@ class Placement:
         *,
         take: slice | None = None,
         count: int | None = None,
+        experts: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         dummy: Dummy,
     ) -> Matrix:
         """The weights of a product: `parts` one below the other, of `columns` columns each.
 
-        This rank holds the columns `take`. With `count`, the matrices of so many experts.
+        This rank holds the columns `take`. With `count`, the matrices of so many experts, or of
+        those of them that it holds.
         """
         take = take or all_of(columns)
         names = [f"{self.prefix}{part.name}.weight" for part in parts]
@@ -142,15 +164,17 @@ class Placement:
                 f"they must be of one kind, for they are held as one matrix"
             )
         front = () if count is None else (count,)
-        held = (*front, sum(part.held for part in parts), take.stop - take.start)
+        held_front = front if experts is None else (len(experts),)
+        held = (*held_front, sum(part.held for part in parts), take.stop - take.start)
         weight = self._packed(names[0], *held) if packed[0] else self._plain(*held, dtype=dtype)
         first = 0
         for part in parts:
             rows = slice(first, first + part.held)
             first = rows.stop
             into = weight.narrow(rows) if isinstance(weight, FP4) else weight[..., rows, :]
-            shape, part_take = (*front, part.size, columns), (part.take, take)
-            self.fill(f"{part.name}.weight", into, shape, (*map(all_of, front), *part_take), dummy)
+            shape = (*front, part.size, columns)
+            part_take = (*map(all_of, front), part.take, take)
+            self.fill(f"{part.name}.weight", into, shape, part_take, dummy, experts)
         if self.adapters is None:
             return weight
         device = torch.device("meta") if self.outline else self.device
@@ -330,7 +354,8 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer, fused; the inner width of each is divided among the ranks.
+    """The routed experts of a layer, fused; the inner width of each is divided among the ranks, or
+    they are, whole ones.
 
     `scale` multiplies their sum, to which the `shared` expert's output is added.
     """
@@ -340,11 +365,19 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.mesh, self.fp32, self.scale = place.mesh, fp32, scale
-        take = place.mesh.shard(inner, what="expert channels")
+        take, held, self.divided = all_of(inner), None, None
+        if place.experts is None:
+            take = place.mesh.shard(inner, what="expert channels")
+        else:
+            held = tuple(place.experts.placement.held(place.layer, place.experts.rank))
+            rows_0D = torch.empty(0, size, dtype=place.dtype, device=place.device)
+            self.divided = DividedExperts(place.experts, place.layer, rows_0D)
         parts = [Part("gate_proj", inner, take), Part("up_proj", inner, take)]
-        self.gate_up = place.matrix(parts, size, count=count, dummy=PROJECTION)
+        self.gate_up = place.matrix(parts, size, count=count, experts=held, dummy=PROJECTION)
         down = [Part("down_proj", size, all_of(size))]
-        self.down = place.matrix(down, inner, take=take, count=count, dummy=OUTPUT_PROJECTION)
+        self.down = place.matrix(
+            down, inner, take=take, count=count, experts=held, dummy=OUTPUT_PROJECTION
+        )
 
     def forward(
         self,
@@ -354,9 +387,15 @@ class Experts(nn.Module):
         shared: SwiGLU | None = None,
     ) -> Summand:
         beside = (None, None) if shared is None else (shared.gate_up.weight, shared.down.weight)
+        args = (y_TD, self.gate_up, self.down, weights_TN, ids_TN, *beside)
+        if self.divided is not None:
+            return self.divided.moe(*args, fp32=self.fp32, scale=self.scale)
         form = experts.unsummed_moe if self.mesh.leaves(len(y_TD)) else experts.moe
-        out = form(
-            y_TD, self.gate_up, self.down, weights_TN, ids_TN, *beside,
-            fp32=self.fp32, scale=self.scale,
-        )  # fmt: skip
-        return summed(out, self.mesh)
+        return summed(form(*args, fp32=self.fp32, scale=self.scale), self.mesh)
+
+    def serve(self, count: int) -> None:
+        """A step for the rows of other ranks alone, of `count` experts each."""
+        assert self.divided is not None
+        y_0D = self.divided.rows_0D
+        weights_0N = y_0D.new_empty(0, count, dtype=torch.float32)
+        self(y_0D, weights_0N, weights_0N.long())

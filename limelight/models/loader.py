@@ -126,14 +126,16 @@ def match_tensors(
     found = place_tensors(stored, targets, renames)
     if missing := list(_missing(targets, found.keys())):
         raise ValueError(f"{folder}: {_some(missing)} missing in the checkpoint")
-    return list(found.values())
+    return [filling for fillings in found.values() for filling in fillings]
 
 
 def place_tensors(
     stored: Iterable[Stored], targets: Targets, renames: dict[str, str]
-) -> dict[Place, Filling]:
-    """What each of some tensors fills; `ValueError` names the first ones that do not fit."""
-    found: dict[Place, Filling] = {}
+) -> dict[Place, list[Filling]]:
+    """What each of some tensors fills, nothing if it is an expert that other ranks hold;
+    `ValueError` names the first ones that do not fit."""
+    found: dict[Place, list[Filling]] = {}
+    sources: dict[Place, Stored] = {}
     leftover = []
     for one in stored:
         if CACHE_SCALE.fullmatch(one.target):
@@ -146,21 +148,36 @@ def place_tensors(
             leftover.append(str(one))
             continue
         if (name, expert) in found:
-            raise ValueError(f"{one} stands for {name}, and so does {found[name, expert].stored}")
-        filling = Filling(one, target if expert is None else _one_of(target, expert))
-        _check(filling)
-        found[name, expert] = filling
+            raise ValueError(f"{one} stands for {name}, and so does {sources[name, expert]}")
+        _check(one, target if expert is None else replace(target, shape=target.shape[1:]))
+        sources[name, expert] = one
+        found[name, expert] = [Filling(one, part) for part in _parts(target, expert)]
     if leftover:
         raise ValueError(f"{_some(leftover)} not part of the model")
     return found
 
 
-def _one_of(target: Target, expert: int) -> Target:
-    return replace(target, into=target.into[expert], shape=target.shape[1:], take=target.take[1:])
+def _parts(target: Target, expert: int | None) -> list[Target]:
+    """What a tensor fills: of all experts, or of this one where each is a tensor of its own."""
+    if target.experts is None and expert is None:
+        return [target]
+    held = range(target.shape[0]) if target.experts is None else target.experts
+    if expert is not None:
+        shape, take = target.shape[1:], target.take[1:]
+        return [
+            replace(target, into=target.into[slot], shape=shape, take=take)
+            for slot, one in enumerate(held)
+            if one == expert
+        ]
+    return [
+        replace(
+            target, into=target.into[slot : slot + 1], take=(slice(one, one + 1), *target.take[1:])
+        )
+        for slot, one in enumerate(held)
+    ]
 
 
-def _check(filling: Filling) -> None:
-    one, target = filling.stored, filling.target
+def _check(one: Stored, target: Target) -> None:
     if one.dtype not in DTYPES:
         raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}")
     if one.shape != target.shape:

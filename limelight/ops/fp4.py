@@ -76,6 +76,23 @@ class FP4:
 Weight = torch.Tensor | FP4
 
 
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """Matrices [..., N, K] in the type of activations, whose rows are still to be scaled."""
+
+    values: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Matrices = Weight | Unpacked
+
 # Weights that the reference has in FP32 at a time.
 UNPACKED_AT_ONCE = 2**22
 # What kernels leave out of a weight, exactly, for the row's scale to make good: powers of two that

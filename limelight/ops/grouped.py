@@ -24,7 +24,16 @@ from limelight.ops import (
 )
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.combine import Unsummed
-from limelight.ops.fp4 import FP4, Weight, product_tile, scale_words, unpack, words_of
+from limelight.ops.fp4 import (
+    FP4,
+    Matrices,
+    Unpacked,
+    Weight,
+    product_tile,
+    scale_words,
+    unpack,
+    words_of,
+)
 
 
 @triton.jit
@@ -351,6 +360,7 @@ SORTED_AT_ONCE, SLICE = 1024, 512
 
 
 Tile = dict[str, int]
+Pair = tuple[Matrices, Weight | None]  # a weight of the routed experts, and of the shared one
 
 
 def _tile(n: int, k: int, warps: int, stages: int) -> Tile:
@@ -384,14 +394,15 @@ FP4_TILES = {72: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3
 
 
 def sort_pairs(
-    ids_TN: torch.Tensor, experts: int, block_m: int
+    ids_TN: torch.Tensor, experts: int, block_m: int, *, absent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of each row of each block; and of each block the expert and its rows, packed."""
-    pairs = ids_TN.numel()
-    most = min(pairs, (pairs + experts * (block_m - 1)) // block_m)
+    """The pairs of each row of each block; and of each block the expert and its rows, packed. With
+    `absent` there are pairs of an expert beyond the last, whose blocks are not taken."""
+    pairs, kinds = ids_TN.numel(), experts + absent
+    most = min(pairs, (pairs + kinds * (block_m - 1)) // block_m)
     rows_BM = ids_TN.new_empty(most, block_m, dtype=torch.int32)
     blocks_B = ids_TN.new_empty(most, dtype=torch.int32)
-    block_e, sizes_XE = next_power_of_2(experts), None
+    block_e, sizes_XE = next_power_of_2(kinds), None
     block_p, part, warps = max(128, next_power_of_2(pairs)), 8, 4
     if pairs > SORTED_AT_ONCE:
         block_p, part, warps = 32, SLICE, 8
@@ -412,10 +423,8 @@ def sort_pairs(
 def _described(
     tile: Tile, *weights: torch.Tensor | None, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
-    """The weights as their kernel takes them: as pointers, or as what the copy engine needs.
-
-    Of gate and up, the engine brings tiles of both at once.
-    """
+    """The weights as their kernel takes them: as pointers, or as what the copy engine needs, which
+    brings tiles of gate and up at once."""
     if not tile["DESCRIBED"]:
         return list(weights)
     found: list[torch.Tensor | TensorDescriptor | None] = []
@@ -488,25 +497,24 @@ def fitted(tile: Tile, tensor: torch.Tensor) -> Tile:
 
 
 def unpacked(
-    tile: Tile, weights: tuple[Weight, Weight | None], dtype: torch.dtype, *, gate_up: bool
+    tile: Tile, weights: Pair, dtype: torch.dtype, *, gate_up: bool
 ) -> list[torch.Tensor | TensorDescriptor | None]:
     """Weights as their kernel takes them, unpacked, and what scales their rows."""
     held: list[torch.Tensor | None] = []
     factors: list[torch.Tensor | None] = []
     for weight in weights:
         if isinstance(weight, FP4):
-            held.append(unpack.kernel(weight.codes, weight.scales, dtype=dtype))
-            factors.append(weight.rows)
-        else:
-            held.append(weight)
-            factors.append(None)
+            codes = unpack.kernel(weight.codes, weight.scales, dtype=dtype)
+            weight = Unpacked(codes, weight.rows)
+        held.append(weight.values if isinstance(weight, Unpacked) else weight)
+        factors.append(weight.rows if isinstance(weight, Unpacked) else None)
     return [*_described(tile, *held, gate_up=gate_up), *factors]
 
 
 def _multiplying(
     y_TD: torch.Tensor,
-    gate_up_EGD: tuple[Weight, Weight | None],
-    down_EDF: tuple[Weight, Weight | None],
+    gate_up_EGD: Pair,
+    down_EDF: Pair,
     blocks: tuple[torch.Tensor, torch.Tensor],
     tiles: tuple[Tile, Tile],
     count: int,
@@ -537,6 +545,27 @@ def _multiplying(
     return out_PD, shared_TD
 
 
+def outputs(
+    y_TD: torch.Tensor, gate_up: Pair, down: Pair, ids_TN: torch.Tensor, fp32: bool, *, absent: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Each pair's output and the shared expert's; with `absent` an id of E means no expert."""
+    count, experts = ids_TN.shape[1], len(down[0])
+    each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(ids_TN.numel(), experts)
+    if isinstance(gate_up[0], FP4) and isinstance(down[0], FP4) and each <= max(FP4_TILES):
+        assert not isinstance(gate_up[1], torch.Tensor) and not isinstance(down[1], torch.Tensor)
+        weights = (gate_up[0], gate_up[1]), (down[0], down[1])
+        if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
+            blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M, absent=absent)
+            return grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
+        tile = fitted(by_size(FP4_TILES, each), y_TD)
+        blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"], absent=absent)
+        return _decoding(y_TD, *weights, blocks, tile, count, fp32)
+    block_m, *tiles = by_size(TILES, each)
+    blocks = sort_pairs(ids_TN, experts, block_m, absent=absent)
+    fit = (fitted(tiles[0], y_TD), fitted(tiles[1], y_TD))
+    return _multiplying(y_TD, gate_up, down, blocks, fit, count, fp32)
+
+
 def unsummed_moe(
     y_TD: torch.Tensor,
     gate_up_EGD: Weight,
@@ -551,27 +580,10 @@ def unsummed_moe(
     scale: float,
 ) -> Unsummed:
     """`moe` by sorted blocks, plus `added_TD`; the arguments have been checked."""
-    rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
-    each = EACH_WHERE_INVARIANT if is_batch_invariant() else cdiv(rows * count, experts)
-    if isinstance(gate_up_EGD, FP4) and isinstance(down_EDF, FP4) and each <= max(FP4_TILES):
-        assert not isinstance(shared_gate_up_GD, torch.Tensor)
-        assert not isinstance(shared_down_DF, torch.Tensor)
-        weights = (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF)
-        if grouped_fp4.fits(y_TD, weights[1]) and each <= grouped_fp4.MOST_EACH:
-            blocks = sort_pairs(ids_TN, experts, grouped_fp4.BLOCK_M)
-            out_PD, shared_TD = grouped_fp4.some_each(y_TD, *weights, blocks, count, fp32)
-        else:
-            tile = fitted(by_size(FP4_TILES, each), y_TD)
-            blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"])
-            out_PD, shared_TD = _decoding(y_TD, *weights, blocks, tile, count, fp32)
-    else:
-        block_m, *tiles = by_size(TILES, each)
-        blocks = sort_pairs(ids_TN, experts, block_m)
-        gate_up, down = (fitted(tile, y_TD) for tile in tiles)
-        out_PD, shared_TD = _multiplying(
-            y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), blocks,
-            (gate_up, down), count, fp32,
-        )  # fmt: skip
+    out_PD, shared_TD = outputs(
+        y_TD, (gate_up_EGD, shared_gate_up_GD), (down_EDF, shared_down_DF), ids_TN, fp32,
+        absent=False,
+    )  # fmt: skip
     return Unsummed(out_PD, weights_TN, shared_TD if added_TD is None else added_TD, scale)
 
 

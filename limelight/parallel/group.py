@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.parallel.symmetric import with_peers
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
-def have_come(store: TCPStore, size: int) -> bool:
+def have_come(store: TCPStore, seat: Seat) -> bool:
     """Whether all ranks above 0 are about to join: rank 0 then need not wait for them long."""
-    return bool(store.check([_arrival(rank) for rank in range(1, size)]))
+    first = seat.data_rank * seat.size
+    return bool(store.check([_arrival(first + rank) for rank in range(1, seat.size)]))
 
 
 def _arrival(rank: int) -> str:
@@ -57,24 +59,32 @@ def _arrival(rank: int) -> str:
 
 
 def join(
-    store: TCPStore, device: torch.device, rank: int, size: int, *, width: int, dtype: torch.dtype
+    store: TCPStore, device: torch.device, seat: Seat, *, width: int, dtype: torch.dtype
 ) -> Mesh:
-    """Wait for all ranks; from then on tensors on `device` can be exchanged.
+    """Wait for all ranks of the world; from then on tensors on `device` can be exchanged.
 
-    `width` and `dtype` are those of the rows [T, D] that layers sum.
+    `width` and `dtype` are those of the rows [T, D] that the layers of a group sum.
     """
     on_gpu = device.type == "cuda"
-    store.set(_arrival(rank), "")
+    store.set(_arrival(seat.world_rank), "")
     # What is summed here needs no multicast, whose set-up can fail where all else works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if sys.platform == "linux":
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
-        device_id=torch.device("cuda", rank) if on_gpu else None,
+        "nccl" if on_gpu else "gloo", store=store, rank=seat.world_rank,
+        world_size=seat.world_size,
+        device_id=torch.device("cuda", seat.rank) if on_gpu else None,
     )  # fmt: skip
-    return with_peers(Mesh(rank, size, dist.group.WORLD), width, dtype, device)
+    if seat.size == 1 and seat.data_size > 1:
+        return Mesh.single()
+    group = dist.group.WORLD
+    if seat.data_size > 1:
+        starts = range(0, seat.world_size, seat.size)
+        groups = [dist.new_group(list(range(first, first + seat.size))) for first in starts]
+        group = groups[seat.data_rank]
+    return with_peers(Mesh(seat.rank, seat.size, group), width, dtype, device)
 
 
 def abandon(mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ everything that can be wrong with a tensor has to be found in its announcement.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -111,7 +112,7 @@ class Landing:
         stored = [part for one in incoming.values() for part in as_stored(one)]
         placed = place_tensors(stored, targets, renames)
         fillings: dict[str, list[Filling]] = {name: [] for name in incoming}
-        for filling in placed.values():
+        for filling in chain.from_iterable(placed.values()):
             fillings[filling.stored.name].append(filling)
         for name, filled in fillings.items():
             if not filled:

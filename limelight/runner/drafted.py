@@ -4,7 +4,7 @@ Where a sequence stands and what was drafted for it only the device knows, so th
 many rows each sequence has at least, and the rows themselves are laid out on the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,20 +93,23 @@ class DraftedSteps:
         self.prompt_graphs: Graphs[DraftedTensors, Judged] | None = None
         self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
 
-    def capture(self, progress: Progress) -> Graphs[DraftedTensors, Judged]:
-        """Make graphs of steps, and of the passes of the drafter; one of them."""
+    def capture(
+        self, progress: Progress, limit: Callable[[int], int]
+    ) -> Graphs[DraftedTensors, Judged]:
+        """Make graphs of steps, and of the passes of the drafter; one of them. `limit` says how
+        many of so many rows a graph of the model can have."""
         most = self.max_num_seqs * (1 + self.drafter.num_drafts)
         most = min(most, MOST_ROWS_OF_A_GRAPH, self.max_num_batched_tokens)
         self.prompt_graphs = Graphs(
             lambda tensors: self._step(tensors, self.extent_with_prompts(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_with_prompts(rows), {}),
-            prompt_sizes(self.max_num_batched_tokens), progress,
+            prompt_sizes(limit(self.max_num_batched_tokens)), progress,
             name="graphs of drafts beside prompts", adapters=self.adapters,
         )  # fmt: skip
         self.graphs = Graphs(
             lambda tensors: self._step(tensors, self.extent_of_graph(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_of_graph(rows), {}),
-            graph_sizes(most), progress, name="graphs of steps", beside=self.prompt_graphs,
+            graph_sizes(limit(most)), progress, name="graphs of steps", beside=self.prompt_graphs,
             adapters=self.adapters,
         )  # fmt: skip
         self.pass_graphs = Graphs(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from limelight.ops.synthetic import SyntheticOdds
 from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
+from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
 from limelight.runner.drawing import draw, draws_shares
@@ -35,16 +37,13 @@ from limelight.runner.inputs import (
     prompts_of,
 )
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
-from limelight.runner.logprobs import token_logprobs
+from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
 from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
-from limelight.types import LogprobsMode, Request, TokenLogprobs
+from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
     import xgrammar
-
-# Prompt log-probabilities need logits of every prompt token; this many rows exist at once.
-LOGIT_ROWS_AT_ONCE = 256
 
 
 @dataclass(slots=True)
@@ -105,6 +104,7 @@ class ModelRunner:
         self.sharing_graphs: Graphs[StepTensors, Judged] | None = None  # without cut-offs
         self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
         self.drafted: DraftedSteps | None = None
+        self.experts = DividedLayers(model, self.device)
 
     def draft_by(
         self,
@@ -145,8 +145,11 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
+        self.experts.pace(plan)
         for move in plan.moves:
             self.adapters.move(move)
+        if not plan.grants and plan.together is not None:
+            return self._lend(plan)
         for admission in plan.admissions:
             self._admit(admission)
         self.adapters.begin(plan.grants)
@@ -163,19 +166,27 @@ class ModelRunner:
         launched.times = watch
         return launched.end()
 
+    def _lend(self, plan: StepPlan) -> Launched:
+        """Let this rank's experts work for those of other engines alone."""
+        if (replay := self._graph_of(plan, [], [])) is not None:
+            replay()
+        else:
+            self.experts.serve()
+        return Launched(plan, [], self.device).end()
+
     def _launch_plain(self, plan: StepPlan, grants: list[Grant]) -> Launched:
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan, sampling, self.device)
         on_device = all(rule.on_device for rule in rules)
-        if on_device and (replay := self._graph_of(grants, sampling)) is not None:
+        if on_device and (replay := self._graph_of(plan, grants, sampling)) is not None:
             judged = replay()
             launched.judged = judged if sampling else None
             return launched
         tokens = sum(grant.num_tokens for grant in grants)
         tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
         hidden_TD = self._forward(tensors, grants)
-        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
         if not sampling:
             return launched
         hidden_RD = hidden_TD[tensors.samples_R]
@@ -201,24 +212,25 @@ class ModelRunner:
         known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
         # Those whose tokens only the device knows come first of all.
         grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
-        tells = any(self._tells_prompt(grant) for grant in grants)
+        tells = any(starmap(tells_prompt, self._requests(grants)))
         launched, hidden_TD = drafted.launch(plan, grants, known, hidden=tells)
-        launched.prompt_logprobs = self._prompt_logprobs(grants, hidden_TD)
+        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
         return launched
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Make graphs of steps; the model must have run before."""
+        most = self.experts.most_rows_of_a_graph
         with batch_invariance(self.batch_invariant):
-            beside = None if self.drafted is None else self.drafted.capture(progress)
+            beside = None if self.drafted is None else self.drafted.capture(progress, most)
             self.prompt_graphs = Graphs(
                 self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
-                prompt_sizes(self.max_num_batched_tokens), progress,
+                prompt_sizes(most(self.max_num_batched_tokens)), progress,
                 name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
             )  # fmt: skip
             self.graphs = Graphs(
                 self.decode, lambda count: self._send((count,) * 3, [], []),
-                graph_sizes(self.tables.nobody), progress, beside=self.prompt_graphs,
+                graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
                 adapters=self.adapters,
             )  # fmt: skip
             device, sizes = self.device, self.graphs.sizes
@@ -261,6 +273,7 @@ class ModelRunner:
         self.slots.clear()
         self.adapters.forget()
         self.sampler.rules.clear()
+        self.experts.forget()
 
     def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
         """A step of one token for each sequence, all on the device."""
@@ -294,19 +307,41 @@ class ModelRunner:
         self.adapters.admit(admission.slot, admission.adapter_slot)
         self.sampler.admit(admission.slot, request, admission.output_token_ids)
 
-    def _graph_of(self, grants: list[Grant], sampling: list[Grant]) -> Callable[[], Judged] | None:
+    def can_replay(self, plan: StepPlan) -> bool:
+        """Whether a graph can hold a plan for sequences that are here, if it is large enough."""
+        if self.graphs is None or plan.admissions or not plan.is_plain:
+            return False
+        if not self._fits_a_graph(plan.grants):
+            return False
+        return all(self.sampler.rules[one.slot].on_device for one in plan.grants if one.samples)
+
+    def graph_size(self, rows: int, *, decodes: bool) -> int | None:
+        """The size of the graph for so many rows; None if there is none."""
+        graphs = self.graphs if decodes else self.prompt_graphs
+        return None if graphs is None else graphs.size_for(rows)
+
+    def _graph_of(
+        self, plan: StepPlan, grants: list[Grant], sampling: list[Grant]
+    ) -> Callable[[], Judged] | None:
         """The replay of the graph that holds this step, for which all is sent; None without."""
-        decodes = all(grant.num_tokens == 1 and grant.samples for grant in grants)
+        decodes, rows = plan.decodes, None
+        if plan.together is not None:
+            decodes, rows = plan.together.decodes, plan.together.graph
+        elif self._fits_a_graph(grants):
+            rows = self.graph_size(plan.num_tokens, decodes=decodes)
         graphs = self._graphs_of(sampling) if decodes else self.prompt_graphs
-        if graphs is None or any(self._tells_prompt(grant) for grant in grants):
-            return None
-        count = sum(grant.num_tokens for grant in grants)
-        rows = graphs.size_for(count)
-        if rows is None or gains_nothing_by_a_graph(prompts_of(grants, count), self.storage):
+        if graphs is None or rows is None:
             return None
         size = (rows,) * 3 if decodes else self._size_with_prompts(rows)
         self._send(size, grants, sampling)
         return lambda: graphs.replay(rows)
+
+    def _fits_a_graph(self, grants: list[Grant]) -> bool:
+        """Whether a graph that is large enough would do, and be of use."""
+        if any(starmap(tells_prompt, self._requests(grants))):
+            return False
+        prompts = prompts_of(grants, sum(grant.num_tokens for grant in grants))
+        return not gains_nothing_by_a_graph(prompts, self.storage)
 
     def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
         """Those of steps in which all decode."""
@@ -319,11 +354,8 @@ class ModelRunner:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
         return rows, self.tables.nobody + 1, self.tables.nobody
 
-    def _tells_prompt(self, grant: Grant) -> bool:
-        """Whether a grant's rows are asked for log-probabilities of the prompt."""
-        request = self.slots[grant.slot].request
-        wanted = request.params.prompt_logprobs is not None
-        return wanted and grant.start < len(request.prompt_token_ids)
+    def _requests(self, grants: list[Grant]) -> list[tuple[Grant, Request]]:
+        return [(grant, self.slots[grant.slot].request) for grant in grants]
 
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
@@ -403,24 +435,3 @@ class ModelRunner:
         )  # fmt: skip
         paged = self.storage.paged(layouts)
         return Batch(tensors.positions_T, paged, self.last_tokens)
-
-    def _prompt_logprobs(
-        self, grants: list[Grant], hidden_TD: torch.Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """By slot, of the prompt tokens at start + 1 .. start + num_tokens, where asked for."""
-        reports: dict[int, list[TokenLogprobs]] = {}
-        # Of drafts fewer may have been verified; their sequences come first.
-        end = len(hidden_TD) - sum(grant.num_tokens for grant in grants)
-        for grant in grants:
-            begin, end = end, end + grant.num_tokens
-            request = self.slots[grant.slot].request
-            wanted = request.params.prompt_logprobs
-            if wanted is None:
-                continue
-            following = request.prompt_token_ids[grant.start + 1 :][: grant.num_tokens]
-            rows = reports.setdefault(grant.slot, [])
-            for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
-                ids = following[at : at + LOGIT_ROWS_AT_ONCE]
-                logits_RV = self.model.logits(hidden_TD[begin + at : begin + at + len(ids)])
-                rows += token_logprobs(logits_RV, ids, [wanted] * len(ids))
-        return reports

@@ -102,3 +102,30 @@ def test_two_engines_answer_as_one_and_one_that_is_killed_comes_back():
         )  # fmt: skip
         os.kill(engines[1], signal.SIGKILL)
         assert process.wait(timeout=30) == 1
+
+
+@pytest.mark.slow
+def test_two_engines_that_share_experts_answer_as_one_and_end_together(tmp_path):
+    load = str(tmp_path / "load.json")
+    with served("-dp", "2", "-ep", "--expert-load-file", load) as (process, client):
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+        both = [
+            client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
+            for rank in "01"
+        ]
+        texts = [answer.json()["choices"][0]["text"] for answer in both]
+        with LLM("flint-nano", device="cpu", max_model_len=1024, max_num_seqs=4) as llm:
+            params = SamplingParams(temperature=0, max_tokens=24)
+            assert texts == 2 * [llm.generate(PROMPT, params)[0].outputs[0].text]
+        metrics = client.get("/metrics").text
+        assert 'vllm:iteration_tokens_total_sum{engine="1"' in metrics
+        below = descendants(process.pid)
+        engines = [pid for pid, command in below.items() if "engine.process" in command]
+        long = body | {"max_tokens": 900, "stream": True, "ignore_eos": True}
+        threading.Timer(0.5, os.kill, (engines[0], signal.SIGKILL)).start()
+        headers = {"X-data-parallel-rank": "1"}
+        with client.stream("POST", "/v1/completions", json=long, headers=headers) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert "the engine has died" in lines[-1]
+        assert process.wait(timeout=20) == 1
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=5)
