@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
-from dapo import Trainer, arguments, main, train
-from rollouts import Sums, generate, serving
+from dapo import Batch, Trainer, arguments, main, train
+from rollouts import Answer, Question, Sums, generate, serving
 from safetensors.torch import load_file
 from trainers import BUNDLED
 from transformers import AutoTokenizer
@@ -48,6 +49,31 @@ def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server
         prompts = [{"prompt_token_ids": one.token_ids} for one in questions]
         fresh = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
     assert [one.token_ids for [one] in told] == [list(a.outputs[0].token_ids) for a in fresh]
+
+
+def batch(*flags):
+    """Two answers to [5, 6]: 7, 8 and a cut 9."""
+    asked = Question([5, 6], "3")
+    told = (
+        Answer([7, 8], [-0.5, -0.25], np.full((3, 4, 2), [3, 1], dtype="uint8"), truncated=False),
+        Answer([9], [-2.0], np.full((2, 4, 2), [2, 4], dtype="uint8"), truncated=True),
+    )
+    group = [(asked, told[0], 1.0), (asked, told[1], 0.0)]
+    return Batch.of([group], arguments().parse_args(["flint-nano", *flags]), 2)
+
+
+def test_a_batch_has_answers_behind_prompts_and_experts_for_every_token():
+    made = batch()
+    assert made.tokens_BS.tolist() == [[5, 6, 7, 8], [5, 6, 9, 0]]
+    assert made.sampled_BS.tolist() == [[0.0, -0.5, -0.25], [0.0, -2.0, 0.0]]
+    # The last token of a sequence and padding have any distinct ones.
+    assert made.ids_BSLN[0, :, 3].tolist() == [[3, 1], [3, 1], [3, 1], [0, 1]]
+    assert made.ids_BSLN[1, :, 0].tolist() == [[2, 4], [2, 4], [0, 1], [0, 1]]
+
+
+def test_answers_that_were_cut_do_not_count_unless_they_are_kept():
+    assert batch().counts_BS.tolist() == [[False, True, True], [False] * 3]
+    assert batch("--keep-overlong").counts_BS[1].tolist() == [False, True, False]
 
 
 def test_flags_for_a_server_that_is_there_already_are_refused(capsys):
