@@ -3,6 +3,7 @@
 import torch
 
 from limelight.models.loader import Model
+from limelight.ops import is_batch_invariant
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import sample
 from limelight.parallel.mesh import Mesh
@@ -17,6 +18,9 @@ LEAST_SHARED_ROWS = 16
 
 def draws_shares(mesh: Mesh, rows: int, device: torch.device) -> bool:
     """Whether so many rows without cut-offs are drawn without gathering their logits."""
+    if is_batch_invariant():
+        # Sums in another order, where a row has others beside it that have cut-offs.
+        return False
     return mesh.group is not None and rows >= (LEAST_SHARED_ROWS if device.type == "cuda" else 1)
 
 

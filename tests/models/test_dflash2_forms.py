@@ -13,6 +13,7 @@ from limelight.models.layers import Placement, Target, all_of
 from limelight.ops import rope
 from limelight.ops.fp4 import FP4
 from limelight.ops.paging import LayerCache
+from limelight.parallel import collectives
 from limelight.parallel.mesh import Mesh
 from limelight.quant.stored import Stored
 
@@ -91,7 +92,7 @@ def test_two_ranks_draft_what_one_does(monkeypatch):
     whole, ranks, found = make_drafter(config_json()), Ranks(), [None, None]
     for module in (layers, dflash2):
         monkeypatch.setattr(module, "all_gather", ranks.all_gather)
-    monkeypatch.setattr(layers, "all_reduce", ranks.all_reduce)
+    monkeypatch.setattr(collectives, "all_reduce", ranks.all_reduce)
     threads = [threading.Thread(target=on_rank, args=(r, whole, found)) for r in range(2)]
     for thread in threads:
         thread.start()
