@@ -5,37 +5,16 @@ engine, values are handed down one by one, never the config.
 """
 
 import json
-import os
-from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal
 
 from limelight.checkpoint import BUNDLED_DRAFTERS
 from limelight.lora import check_room, read_modules
+from limelight.settings import check_at_least, check_choices, setting
 from limelight.speculative import SpeculativeConfig
 from limelight.types import LogprobsMode, LoRARequest
 
 DEFAULT_MODEL = "flint-nano"
-# Of a published command, honoured beside ours.
-ENVIRONMENT = {
-    "api_key": ("LIMELIGHT_API_KEY", "VLLM_API_KEY"),
-    "allow_runtime_lora_updating": (
-        "LIMELIGHT_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-    ),
-    "batch_invariant": ("LIMELIGHT_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
-    "admin_api_key": ("LIMELIGHT_ADMIN_API_KEY",),
-    "enable_rl": ("LIMELIGHT_ENABLE_RL", "VLLM_SERVER_DEV_MODE"),
-    "enable_pickled_ipc_handles": (
-        "LIMELIGHT_ENABLE_PICKLED_IPC_HANDLES", "VLLM_ALLOW_INSECURE_SERIALIZATION",
-    ),
-    "prefix_hash_seed": ("LIMELIGHT_PREFIX_HASH_SEED",),
-    "beam_always_constrain_output": (
-        "LIMELIGHT_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
-    ),
-    "enforce_strict_tool_calling": (
-        "LIMELIGHT_ENFORCE_STRICT_TOOL_CALLING", "VLLM_ENFORCE_STRICT_TOOL_CALLING",
-    ),
-}  # fmt: skip
 # What the JSON of --structured-outputs-config may hold; the one value where there is no choice.
 STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "backend": ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"),
@@ -47,42 +26,6 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
 PARSERS = ("glm47", "beam")
 MoeBackend = Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"]
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
-
-
-def setting(default, help: str, *, aliases: tuple[str, ...] = ()):
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"help": help, "aliases": aliases})
-
-
-def environment(name: str) -> str | None:
-    """The value that the environment gives the setting `name`, ours before others' spelling."""
-    return next((os.environ[key] for key in ENVIRONMENT.get(name, ()) if key in os.environ), None)
-
-
-def without_none(hint):
-    """The annotation that stands beside None, or `hint` itself where None is not allowed."""
-    if NoneType not in get_args(hint):
-        return hint
-    (other,) = (option for option in get_args(hint) if option is not NoneType)
-    return other
-
-
-def _check_choices(config: "EngineConfig | ServerConfig"):
-    """Refuse a value outside a `Literal` field's list."""
-    hints = get_type_hints(type(config))
-    for item in fields(config):
-        value, hint = getattr(config, item.name), without_none(hints[item.name])
-        unset = value is None and hint is not hints[item.name]
-        if get_origin(hint) is Literal and value not in get_args(hint) and not unset:
-            options = ", ".join(map(str, get_args(hint)))
-            raise ValueError(f"{item.name} must be one of {options}; got {value!r}")
-
-
-def _check_at_least(config: object, **lowest: int):
-    for name, low in lowest.items():
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < low):
-            raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")
 
 
 def check_parsers(reasoning: str | None, calls: str | None):
@@ -227,7 +170,7 @@ class EngineConfig:
     )
 
     def __post_init__(self):
-        _check_choices(self)
+        check_choices(self)
         if self.speculative_config is not None:
             ranks = SpeculativeConfig.of(self.speculative_config).draft_tensor_parallel_size
             if ranks not in (None, self.tensor_parallel_size):
@@ -235,7 +178,7 @@ class EngineConfig:
                     f"--speculative-config: draft_tensor_parallel_size {ranks} is not the "
                     f"model's {self.tensor_parallel_size}, as which the drafter is divided"
                 )
-        _check_at_least(
+        check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
             kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
             max_loras=1, max_cpu_loras=1,
@@ -381,8 +324,8 @@ class ServerConfig:
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id")
 
     def __post_init__(self):
-        _check_choices(self)
-        _check_at_least(
+        check_choices(self)
+        check_at_least(
             self, port=0, data_parallel_size=1, replicas=1, max_replicas=1, restart_engine=0,
             max_num_queued_reqs=0, max_num_queued_tokens=0, max_logprobs=-1, max_body_bytes=1,
             stream_interval=1,

@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from functools import partial
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from limelight.config import ENVIRONMENT, environment, without_none
+from limelight.settings import ENVIRONMENT, environment, without_none
 
 T = TypeVar("T")
 

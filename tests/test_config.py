@@ -2,8 +2,9 @@ import argparse
 
 import pytest
 
-from limelight.config import ENVIRONMENT, EngineConfig, ServerConfig, environment
+from limelight.config import EngineConfig, ServerConfig
 from limelight.flags import config_from
+from limelight.settings import ENVIRONMENT, environment
 
 WRONG = [
     (EngineConfig, "device", "tpu"),

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1] / "limelight"
 LEVELS = [
     {
         "config",
+        "settings",
         "types",
         "lora",
         "metrics",

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from limelight.bench.sse import Endpoint
-from limelight.config import environment
+from limelight.settings import environment
 
 WORDS = ("river", "stone", "seven", "light", "under", "green", "paper", "north", "sound", "early")
 

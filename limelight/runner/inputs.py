@@ -18,6 +18,7 @@ from limelight.ops.far import WITHOUT_GRAPH, chosen
 from limelight.ops.kept import KEPT_BYTES, Kept
 from limelight.ops.paging import FEW_QUERIES, FP8, PagedLayout, Prompt
 from limelight.steps import Grant
+from limelight.types import Request
 
 ALIGNMENT = 16
 # One set of host memory is filled while the copy of the one before may still run.
@@ -193,6 +194,22 @@ def _room(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(slots=True)
+class Slot:
+    """What the runner knows of the sequence in a slot."""
+
+    request: Request
+    token_ids: list[int]  # known on the host: the prompt, and the output before a preemption
+
+    def codes(self, grant: Grant) -> list[int]:
+        """The ids of a grant's tokens, or the code of the last token of its slot."""
+        if grant.num_tokens == 1 and grant.start >= len(self.token_ids):
+            return [-1 - grant.slot]
+        ids = self.token_ids[grant.start : grant.start + grant.num_tokens]
+        assert len(ids) == grant.num_tokens, "only the last token can be unknown on the host"
+        return ids
+
+
 class BlockTables:
     """Which block holds which positions of the sequence in each slot, for each group of layers.
 
@@ -310,3 +327,39 @@ def fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: f
     """`values`, then `rest` in what is left."""
     to[: len(values)] = values
     to[len(values) :] = rest
+
+
+def fill_rows(
+    to: dict[str, np.ndarray],
+    tables: BlockTables,
+    grants: list[Grant],
+    sampling: list[Grant],
+    codes: list[int],
+    *,
+    block_size: int,
+) -> None:
+    """What rows and sequences a step has, into the arrays of `StepTensors`; `codes` are its tokens.
+
+    Rows beyond the grants' are padding: one for each sequence beyond theirs, and what is left for
+    the last of these.
+    """
+    slots = np.array([grant.slot for grant in grants], dtype=np.int64)
+    starts = np.array([grant.start for grant in grants], dtype=np.int64)
+    counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
+    tokens, seqs = int(counts.sum()), len(grants)
+    firsts = counts.cumsum() - counts
+    positions = np.arange(tokens) + np.repeat(starts - firsts, counts)
+    blocks = tables.host[:, np.repeat(slots, counts), positions // block_size].astype(np.int64)
+    fill(to["tokens_T"], codes, 0)
+    fill(to["positions_T"], positions, 0)
+    to["slots_GT"][:, :tokens] = blocks * block_size + positions % block_size
+    to["slots_GT"][:, tokens:] = -1
+    fill(to["rows_B"], slots, tables.nobody)
+    fill(to["seq_lens_B"], starts + counts, 0)
+    rows, ends = len(to["tokens_T"]), np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
+    to["starts_B"][: seqs + 1] = np.append(firsts, tokens)
+    to["starts_B"][seqs + 1 :] = np.minimum(ends, rows)
+    to["starts_B"][-1] = rows
+    last_rows = dict(zip(slots.tolist(), (firsts + counts - 1).tolist(), strict=True))
+    fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
+    fill(to["sample_slots_R"], [grant.slot for grant in sampling], tables.nobody)

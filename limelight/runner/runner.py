@@ -1,11 +1,9 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
@@ -28,9 +26,11 @@ from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     BlockTables,
     Size,
+    Slot,
     StepInputs,
     StepTensors,
     fill,
+    fill_rows,
     gains_nothing_by_a_graph,
     keep,
     lay_out,
@@ -44,14 +44,6 @@ from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
     import xgrammar
-
-
-@dataclass(slots=True)
-class Slot:
-    """What the runner knows of the sequence in a slot."""
-
-    request: Request
-    token_ids: list[int]  # known on the host: the prompt, and the output before a preemption
 
 
 class ModelRunner:
@@ -360,34 +352,8 @@ class ModelRunner:
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
         to = tensors.arrays
-        slots = np.array([grant.slot for grant in grants], dtype=np.int64)
-        starts = np.array([grant.start for grant in grants], dtype=np.int64)
-        counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
-        tokens, seqs = int(counts.sum()), len(grants)
-        firsts = counts.cumsum() - counts
-        positions = np.arange(tokens) + np.repeat(starts - firsts, counts)
-        codes: list[int] = []
-        for grant in grants:
-            codes += self._codes(grant)
-        nobody = self.tables.nobody
-        rows = np.repeat(slots, counts)
-        blocks = self.tables.host[:, rows, positions // self.block_size]
-        fill(to["tokens_T"], codes, 0)
-        fill(to["positions_T"], positions, 0)
-        to["slots_GT"][:, :tokens] = blocks.astype(np.int64) * self.block_size + (
-            positions % self.block_size
-        )
-        to["slots_GT"][:, tokens:] = -1
-        fill(to["rows_B"], slots, nobody)
-        fill(to["seq_lens_B"], starts + counts, 0)
-        to["starts_B"][: seqs + 1] = np.append(firsts, tokens)
-        ends = np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)
-        rows_of_all = len(to["tokens_T"])
-        to["starts_B"][seqs + 1 :] = np.minimum(ends, rows_of_all)
-        to["starts_B"][-1] = rows_of_all
-        last_rows = dict(zip(slots.tolist(), (firsts + counts - 1).tolist(), strict=True))
-        fill(to["samples_R"], [last_rows[grant.slot] for grant in sampling], 0)
-        fill(to["sample_slots_R"], [grant.slot for grant in sampling], nobody)
+        codes = [code for grant in grants for code in self.slots[grant.slot].codes(grant)]
+        fill_rows(to, self.tables, grants, sampling, codes, block_size=self.block_size)
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
         numbers = [
@@ -397,15 +363,6 @@ class ModelRunner:
         fill(to["uniform_R"], numbers, 0.0)
         for name, values, rest in self.sampler.cut_offs(rules):
             fill(to[f"{name}_R"], values, rest)
-
-    def _codes(self, grant: Grant) -> list[int]:
-        """The ids of a grant's tokens, or the code of the last token of its slot."""
-        known = self.slots[grant.slot].token_ids
-        if grant.num_tokens == 1 and grant.start >= len(known):
-            return [-1 - grant.slot]
-        ids = known[grant.start : grant.start + grant.num_tokens]
-        assert len(ids) == grant.num_tokens, "only the last token can be unknown on the host"
-        return ids
 
     def _forward(self, tensors: StepTensors, grants: list[Grant]) -> torch.Tensor:
         few = sum(grant.num_tokens <= FEW_QUERIES for grant in grants)

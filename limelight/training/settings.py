@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from limelight.config import setting
+from limelight.settings import setting
 
 COUNTS = (
     "num_speculative_tokens", "layers", "window", "heads", "inner_size", "rank", "top_k",

@@ -55,6 +55,8 @@ def test_what_a_graph_cannot_hold_is_refused_with_what_would_do():
         expert_mesh(nano(moe_backend="all2all_pipelined"), on_gpu, FOUR)
     with pytest.raises(ValueError, match="--weight-transfer-config .* not supported yet"):
         expert_mesh(nano(weight_transfer_config={"backend": "nccl"}), on_gpu, FOUR)
+    with pytest.raises(ValueError, match="--enable-lora .* not supported yet"):
+        expert_mesh(nano(enable_lora=True), on_gpu, FOUR)
     with pytest.raises(ValueError, match="drafts .* --enforce-eager"):
         expert_mesh(nano(), on_gpu, FOUR)
     assert expert_mesh(nano(enforce_eager=True), on_gpu, FOUR).size == 4
