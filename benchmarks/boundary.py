@@ -24,6 +24,7 @@ from limelight.ops.norm import add_rmsnorm, sandwich
 from limelight.parallel.collectives import all_reduce
 from limelight.parallel.group import join, leave, open_store, store_at, take_device
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.seat import Seat
 from limelight.parallel.symmetric import with_peers
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -98,7 +99,7 @@ def measure(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     device = torch.device("cuda")
     take_device(device, rank, ranks)
     boundary.MOST_BYTES = {}
-    plain = join(store_at(port), device, rank, ranks, width=0, dtype=DTYPE)
+    plain = join(store_at(port), device, Seat(rank, ranks), width=0, dtype=DTYPE)
     found = []
     for size in args.sizes:
         for way, most in WAYS.items():

@@ -34,17 +34,17 @@ class Timing:
         most = min(plan.max_num_seqs * (1 + num_drafts), plan.chunk)
         each = [size for size in runner.drafted_sizes(prompts=False) if size <= MOST_EACH]
         with_prompts = runner.drafted_sizes(prompts=True)
-        self.graphs = {
-            StepKind.PLAIN: max(each, default=0),
-            StepKind.DRAFTED: max(each, default=0),
-            StepKind.PROMPT: max(with_prompts, default=0),
-        }
         points, last = ROWS[self.machine], ROWS[self.machine][-1]
         longest = min(plan.chunk, self.longest)
         self.rows = {
             StepKind.PLAIN: _points(min(plan.max_num_seqs, plan.chunk, last), points, each),
             StepKind.DRAFTED: _points(min(most, last), points, each),
             StepKind.PROMPT: _points(longest, PROMPT_ROWS[self.machine], with_prompts),
+        }
+        # Behind the last point that is timed none is padded to another.
+        sizes = dict.fromkeys(self.rows, each) | {StepKind.PROMPT: with_prompts}
+        self.graphs = {
+            kind: min(max(sizes[kind], default=0), points[-1]) for kind, points in self.rows.items()
         }
         sequences = self._sequences(StepKind.DRAFTED, self.rows[StepKind.DRAFTED][-1])
         self.contexts = [length * sequences for length in LENGTHS[self.machine]]

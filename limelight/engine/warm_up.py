@@ -5,7 +5,7 @@ from itertools import product
 from limelight.engine import pretended
 from limelight.engine.drafters import FoundDrafter
 from limelight.engine.memory import MemoryPlan
-from limelight.ops.far import PIECE, QUERIES, able
+from limelight.ops.far import PIECE, QUERIES
 from limelight.ops.paging import FEW_QUERIES
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
@@ -42,7 +42,7 @@ def warm_up(
             for admissions, drafts in product(admitted, kinds):
                 runner.execute(StepPlan(admissions, grants, drafts=drafts))
             advance(1)
-    if runner.device.type == "cuda" and able(runner.storage.caches[0]):
+    if runner.device.type == "cuda":
         _warm_pieces(runner, plan)
     if drafter is not None and runner.device.type == "cuda":
         _warm_drafts(runner, drafter, plan, longest)
@@ -50,12 +50,15 @@ def warm_up(
 
 
 def _warm_pieces(runner: ModelRunner, plan: MemoryPlan) -> None:
-    """Every number of queries that has a piece of keys before it."""
-    most = min(plan.chunk, plan.max_model_len - 1 - PIECE)
-    for rows in range(QUERIES, most + 1, QUERIES):
-        tables = pretended.tables(plan, PIECE + rows)
-        admissions = pretended.admit(1, PIECE + rows, SamplingParams(temperature=0.0))
-        runner.execute(StepPlan(admissions, [Grant(0, PIECE, rows, tables, True)]))
+    """Every number of queries for which cuDNN needs a plan, with a piece of keys before them where
+    there can be one. Elsewhere they are steps like others."""
+    params = SamplingParams(temperature=0.0)
+    for rows in range(QUERIES, min(plan.chunk, plan.max_model_len - 1) + 1, QUERIES):
+        start = PIECE if PIECE + rows < plan.max_model_len else 0
+        tables, admissions = (
+            pretended.tables(plan, start + rows), pretended.admit(1, start + rows, params)
+        )  # fmt: skip
+        runner.execute(StepPlan(admissions, [Grant(0, start, rows, tables, True)]))
 
 
 def _warm_drafts(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from limelight.config import EngineConfig
 from limelight.models.loader import Model
-from limelight.ops import paging
+from limelight.ops import decode, next_power_of_2, paging
 from limelight.ops.fp4 import FP4
 from limelight.ops.kept import KEPT_BYTES
 from limelight.ops.lora import Adapted
@@ -37,12 +37,26 @@ def _of_step(config: EngineConfig, found: "Resolved") -> int:
     if found.device.type == "cuda":
         # What graphs compute is in memory of their own.
         tokens += 0 if config.enforce_eager else min(tokens, MOST_ROWS_WITH_A_PROMPT)
-        return found.dtype.itemsize * tokens * width + logits
+        return found.dtype.itemsize * tokens * width + logits + _of_mixed_attention(config, found)
     attention = paging.work_space(
         max_len=found.max_model_len,
         heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
     )  # fmt: skip
     return 4 * tokens * width + logits + attention + KEPT_BYTES
+
+
+def _of_mixed_attention(config: EngineConfig, found: "Resolved") -> int:
+    """Sums of parts of keys in a graph with prompts, which has room for all sequences."""
+    if config.enforce_eager:
+        return 0
+    model, seqs = found.shape, config.max_num_seqs + 1
+    drafts = 0 if found.drafter is None else found.drafter.num_drafts
+    queries = min(next_power_of_2(1 + drafts), paging.FEW_QUERIES)
+    kv_heads = -(-model.num_kv_heads // config.tensor_parallel_size)
+    heads = -(-model.num_heads // config.tensor_parallel_size)
+    tiles = [decode.tile_of(seqs * kv_heads, window=None, fp8=fp8) for fp8 in (False, True)]
+    parts = max(tile.splits for tile in tiles)
+    return 4 * seqs * queries * heads * parts * (model.head_dim + 2)
 
 
 def _unpacked(config: EngineConfig, outline: Model, found: "Resolved") -> int:

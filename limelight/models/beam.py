@@ -32,7 +32,7 @@ from limelight.models.layers import (
     SwiGLU,
 )
 from limelight.models.taps import Taps
-from limelight.ops import activation, boundary, norm, rope, router
+from limelight.ops import boundary, norm, rope, router
 from limelight.ops.boundary import Summand
 from limelight.ops.rope import Rotation
 
@@ -234,6 +234,4 @@ class Beam(nn.Module):
 
     def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
         """Those of this rank's part of the vocabulary."""
-        logits_TV = self.head.share(h_TD)
-        cap = self.config.logit_softcap
-        return logits_TV if cap is None else activation.softcap(logits_TV, cap=cap)
+        return self.head.share(h_TD, cap=self.config.logit_softcap)

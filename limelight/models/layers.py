@@ -15,7 +15,7 @@ from torch import nn
 
 from limelight.models.adapters import AdapterRoom
 from limelight.models.expert_parallel import DividedExperts
-from limelight.ops import experts, linear, norm
+from limelight.ops import activation, experts, linear, norm
 from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
 from limelight.ops.fp4 import BLOCK, FP4, Weight
@@ -321,9 +321,12 @@ class LMHead(nn.Module):
         self.outputs = part.held if mesh.group is None else vocab_size
         self.padding = share - part.held
 
-    def share(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The logits of this rank's tokens, from `first` on; padding is ruled out."""
+    def share(self, x_TD: torch.Tensor, *, cap: float | None = None) -> torch.Tensor:
+        """The logits of this rank's tokens, from `first` on, with a soft cap if there is one;
+        padding is ruled out."""
         logits_TV = linear.lm_head(x_TD, self.weight)
+        if cap is not None:
+            logits_TV = activation.softcap(logits_TV, cap=cap)
         if self.padding:
             logits_TV = F.pad(logits_TV, (0, self.padding), value=float("-inf"))
         return logits_TV

@@ -216,7 +216,10 @@ def _launch_paged_attention(
     )
     if (layout.few or mixed) and not ordered:
         decode.launch(q_THC.flatten(1), cache, layout, out_THC, end, fresh=None, scale=scale)
-    prompt = chosen(layout.prompts, cache) if layout.window is None and not ordered else None
+    prompt = None
+    if layout.window is None and not ordered:
+        size = layout.block_size
+        prompt = chosen(layout.prompts, cache, dtype=q_THC.dtype, block_size=size)
     begun = None if prompt is None else far(q_THC, cache, layout, prompt, scale=scale)
     prefill.launch(
         q_THC.flatten(1), cache, layout, out_THC, end, scale=scale, far=begun, ordered=ordered

@@ -45,20 +45,27 @@ class Far:
 
 
 def chosen(
-    prompts: Sequence[Prompt], cache: LayerCache, *, least: int = LEAST_PAIRS
+    prompts: Sequence[Prompt],
+    cache: LayerCache,
+    *,
+    dtype: torch.dtype,
+    block_size: int,
+    least: int = LEAST_PAIRS,
 ) -> Prompt | None:
-    """The prompt of a step for which pieces pay most, if any does."""
-    if not prompts or not able(cache):
+    """The prompt of a step for which pieces pay most, if any does; `dtype` is that of queries."""
+    if not prompts or not able(cache, dtype=dtype, block_size=block_size):
         return None
     most = max(prompts, key=_pairs)
     return most if _pairs(most) >= least else None
 
 
-def able(cache: LayerCache) -> bool:
+def able(cache: LayerCache, *, dtype: torch.dtype, block_size: int) -> bool:
     """Whether a cache holds what cuDNN can read, on a GPU where that is faster than our kernel."""
     pairs = cache.pairs_2KSC
+    if pairs.dtype != dtype or PIECE % block_size:
+        return False
     if not pairs.is_cuda:
-        return cache.scales_2 is None
+        return True
     hopper = torch.cuda.get_device_capability(pairs.device)[0] == 9
     of_16_bits = pairs.dtype in (torch.bfloat16, torch.float16)
     return hopper and of_16_bits and torch.backends.cudnn.is_available()

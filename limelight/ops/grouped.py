@@ -563,6 +563,9 @@ def outputs(
     block_m, *tiles = by_size(TILES, each)
     blocks = sort_pairs(ids_TN, experts, block_m, absent=absent)
     fit = (fitted(tiles[0], y_TD), fitted(tiles[1], y_TD))
+    if is_batch_invariant():
+        # How full a block is depends on the batch.
+        fit = (fit[0] | {"HALVES": False}, fit[1] | {"HALVES": False})
     return _multiplying(y_TD, gate_up, down, blocks, fit, count, fp32)
 
 

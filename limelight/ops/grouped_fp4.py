@@ -349,7 +349,8 @@ def _grouped_fp4_few_kernel(
         program -= shared_programs
         if PDL and GATED:
             tl.extra.cuda.gdc_wait()
-        block = gl.load(blocks + program // TILES)
+        # A line of L1 may be older than the blocks.
+        block = gl.load(blocks + program // TILES, cache_modifier=".cg")
         e, valid = (block // 256).to(gl.int64) * (KINDS * N), block % 256
         if valid > 0:
             _tiles(

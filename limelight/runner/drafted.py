@@ -84,7 +84,7 @@ class DraftedSteps:
         self.device = self.storage.pool.device
         most = max(max_num_batched_tokens, max_num_seqs)
         self.inputs = StepInputs(
-            DraftedTensors, (most, most, drafter.num_drafts),
+            DraftedTensors, (most, max(most, max_num_seqs + 1), drafter.num_drafts),
             groups=len(self.storage.groups), device=self.device,
         )  # fmt: skip
         self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
@@ -379,8 +379,9 @@ class DraftedSteps:
         else:
             kept_B = tensors.offered_B.long()
         asked = Asked(tensors.rows_B, tensors.bases_B, kept_B, tensors.firsts_B, tensors.samples_B)
-        # Padding has a row each, as long as there are rows.
-        picks = extent.picks if extent.picks < extent.rows else None
+        # Where all decode every row needs logits, those of padding too; a prompt's do not.
+        all_ = extent.mixed is None and extent.picks == extent.rows
+        picks = None if all_ else extent.picks
         return lay_rows(tensors.tokens_T, asked, drafter.slots, picks=picks)
 
 

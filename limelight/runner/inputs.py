@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
+from limelight.ops import is_batch_invariant
 from limelight.ops.far import WITHOUT_GRAPH, chosen
 from limelight.ops.kept import KEPT_BYTES, Kept
 from limelight.ops.paging import FEW_QUERIES, FP8, PagedLayout, Prompt
@@ -320,7 +321,11 @@ def prompts_of(grants: list[Grant], rows: int) -> tuple[Prompt, ...]:
 
 def gains_nothing_by_a_graph(prompts: tuple[Prompt, ...], storage: KVStorage) -> bool:
     """Whether a step's attention is long enough, and faster where the host knows its prompts."""
-    return chosen(prompts, storage.caches[0], least=WITHOUT_GRAPH) is not None
+    # The model's type is the cache's wherever pieces can be read.
+    cache, size = storage.caches[0], storage.shape.size
+    dtype = cache.pairs_2KSC.dtype
+    found = chosen(prompts, cache, dtype=dtype, block_size=size, least=WITHOUT_GRAPH)
+    return found is not None and not is_batch_invariant()
 
 
 def fill(to: np.ndarray, values: "np.ndarray | list[int] | list[float]", rest: float) -> None:

@@ -344,7 +344,7 @@ class ModelRunner:
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""
-        return rows, self.tables.nobody + 1, self.tables.nobody
+        return rows, self.tables.nobody + 1, min(rows, self.tables.nobody)
 
     def _requests(self, grants: list[Grant]) -> list[tuple[Grant, Request]]:
         return [(grant, self.slots[grant.slot].request) for grant in grants]

@@ -90,6 +90,20 @@ def test_no_order_of_requests_changes_an_answer(folder, drafter, seed):
     assert all(graph.replays for graph in graphs[:3])
 
 
+@pytest.mark.parametrize("seqs, tokens", [(64, 128), (64, 64), (3, 3), (1, 1)])
+def test_few_tokens_and_many_sequences_fit_the_graphs(folder, drafter, seqs, tokens):
+    """A graph with prompts may have as many rows that need logits as it has rows."""
+    limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": 150}
+    asked = [request(text, max_tokens=12, logprobs=None) for text in prompts(30, 2, 1, 45)]
+    expected = run(start(folder), asked)
+    engine = start_drafted(folder, drafter, **limits)
+    graphs = fake_graphs(engine)
+    known = {one.id: answer.token_ids for one, answer in zip(asked, expected, strict=True)}
+    inject(engine, knowing(known, right=0.7))
+    assert [a.token_ids for a in run(engine, asked)] == [a.token_ids for a in expected]
+    assert graphs[2].replays + graphs[4].replays > 0
+
+
 @pytest.mark.parametrize("tail", [1, 2])
 def test_a_token_that_the_host_knows_stands_in_its_own_row_of_a_graph(folder, drafter, tail):
     """A prompt of one token, and one whose rest is cached, join others that decode."""

@@ -16,6 +16,7 @@ from limelight.ops.boundary import Partial, sum_add_rmsnorm, sum_sandwich
 from limelight.ops.norm import add_rmsnorm, sandwich
 from limelight.parallel.collectives import all_reduce
 from limelight.parallel.group import join, leave, open_store, store_at, take_device
+from limelight.parallel.seat import Seat
 from limelight.speculative import NO_DRAFTS
 from limelight.types import DeviceLost
 
@@ -42,7 +43,7 @@ def many_rounds(rank: int, port: int, size: int, rows_of: list[int]) -> None:
     """Replay a graph of boundaries of random numbers; no round may differ from NCCL and a norm."""
     device = torch.device("cuda")
     take_device(device, rank, 2)
-    mesh = join(store_at(port), device, rank, 2, width=size, dtype=torch.bfloat16)
+    mesh = join(store_at(port), device, Seat(rank, 2), width=size, dtype=torch.bfloat16)
     assert mesh.peers is not None and not mesh.leaves(mesh.peers.rows + 1)
     same, own = (torch.Generator("cuda").manual_seed(seed) for seed in (1, 2 + rank))
 

@@ -70,7 +70,7 @@ class Shared:
         self.values[...] = values
 
 
-def load(pointer: Pointer, mask=True, other=0) -> Array:
+def load(pointer: Pointer, mask=True, other=0, cache_modifier="") -> Array:
     at, mask = pointer.masked(mask)
     found = np.full(at.shape, other, pointer.flat.dtype)
     found[mask] = pointer.flat[at[mask]]

@@ -217,16 +217,22 @@ def prompts_of(batch):
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p.id != "fp16-cpu"])
 @pytest.mark.parametrize("family", SHAPES)
-@pytest.mark.parametrize("past", [0, 31, 64, 130])
-def test_whole_pieces_of_a_prompts_keys_are_seen_first(past, family, place, monkeypatch):
-    """The rest, of keys and of queries, goes on from there; so does no other sequence."""
+@pytest.mark.parametrize("past, block_size", [(0, 16), (31, 16), (64, 8), (130, 16), (130, 5)])
+def test_whole_pieces_of_a_prompts_keys_are_seen_first(
+    past, block_size, family, place, monkeypatch
+):
+    """The rest, of keys and of queries, goes on from there; so does no other sequence. Blocks of
+    which no piece is made leave all to the kernel."""
     monkeypatch.setattr(far, "PIECE", 32)
     monkeypatch.setattr(far, "QUERIES", 16)
     monkeypatch.setattr(far, "LEAST_PAIRS", 1)
     monkeypatch.setattr(prefill, "FULL", {2**31: prefill.Tile(32, 16, 4, 3)})
     batch = [(40, 1), (20, 18), (past, 37)]
     prompts = prompts_of(batch)[1:]
-    check(batch, SHAPES[family], place, window=None, family=family, prompts=prompts)
+    check(
+        batch, SHAPES[family], place,
+        window=None, family=family, block_size=block_size, prompts=prompts,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
