@@ -91,12 +91,12 @@ def test_no_order_of_requests_changes_an_answer(folder, drafter, seed):
 
 
 @pytest.mark.parametrize("seqs, tokens", [(64, 128), (64, 64), (3, 3), (1, 1)])
-def test_few_tokens_and_many_sequences_fit_the_graphs(folder, drafter, seqs, tokens):
+def test_few_tokens_and_many_sequences_fit_the_graphs(flint, drafter, seqs, tokens):
     """A graph with prompts may have as many rows that need logits as it has rows."""
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": 150}
     asked = [request(text, max_tokens=12, logprobs=None) for text in prompts(30, 2, 1, 45)]
-    expected = run(start(folder), asked)
-    engine = start_drafted(folder, drafter, **limits)
+    expected = run(start(flint), asked)
+    engine = start_drafted(flint, drafter, **limits)
     graphs = fake_graphs(engine)
     known = {one.id: answer.token_ids for one, answer in zip(asked, expected, strict=True)}
     inject(engine, knowing(known, right=0.7))
