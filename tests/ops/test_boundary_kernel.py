@@ -103,7 +103,7 @@ def round_of(seed: int, rows: int, peers: Peers) -> None:
     ("ranks", "dtype"),
     [
         (2, torch.float32),
-        (4, torch.float16),
+        pytest.param(4, torch.float16, marks=pytest.mark.slow),
         pytest.param(2, torch.float16, marks=pytest.mark.slow),
         pytest.param(3, torch.float32, marks=pytest.mark.slow),
         pytest.param(8, torch.float16, marks=pytest.mark.slow),
