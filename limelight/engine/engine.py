@@ -146,6 +146,12 @@ class Engine:
         return runs or self.is_called
 
     @property
+    def has_requests(self) -> bool:
+        """Whether some request has not been told its end, be it held or not."""
+        told_later = self.late or self.refusals or self.under_way is not None
+        return self.scheduler.has_work or bool(self.compiling or told_later)
+
+    @property
     def is_called(self) -> bool:
         """Whether another engine waits for this one to make a step."""
         return self.peers is not None and self.peers.called

@@ -42,6 +42,11 @@ class FixedDevices:
     """Stands for devices whose memory and weights stay as they are."""
 
     def carry_out(self, order: DeviceOrder) -> dict[str, object]:
+        self.check(order)
+        return {}
+
+    def check(self, order: DeviceOrder) -> None:
+        """`ValueError`, always."""
         raise ValueError(
             f"{type(order).__name__}: memory and weights stay as they are with "
             f"--enable-expert-parallel, for other ranks need this one's experts"

@@ -7,6 +7,7 @@ and when the parent goes, its end of that closes, and this process ends too.
 
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
@@ -106,10 +107,12 @@ def end_with_parent(folder: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def heard(commands: "zmq.Socket[bytes]", engine: "Engine") -> bool:
-    """Whether there is a command; with nothing to do it waits for one, or for a step of others."""
+def heard(commands: "zmq.Socket[bytes]", engine: "Engine", seconds: float) -> bool:
+    """Whether there is a command; with nothing to do it waits for one, or for a step of others, but
+    not longer than `seconds` where these are finite."""
     if engine.peers is None or engine.has_work:
-        return bool(commands.poll(0 if engine.has_work else None))
+        wait = None if math.isinf(seconds) else math.ceil(1000 * seconds)
+        return bool(commands.poll(0 if engine.has_work else wait))
     poller = zmq.Poller()
     poller.register(commands, zmq.POLLIN)
     poller.register(engine.peers.waker, zmq.POLLIN)
@@ -139,7 +142,7 @@ def run(
     while True:
         outputs: list[Output] = []
         # Between steps, take the commands that are there.
-        while heard(commands, engine):
+        while heard(commands, engine, control.seconds_left):
             command = decoder.decode(commands.recv())
             for request in command.add:
                 outputs += control.add(request)
@@ -148,6 +151,7 @@ def run(
                 outputs += control.take(asked)
             if outputs or command.asked:
                 break
+        control.expire()
         reporter.step_started = time.monotonic()
         outputs += engine.step()
         reporter.step_started = None

@@ -317,6 +317,10 @@ class LeadingControl:
     def __init__(self, devices: DeviceControl, ranks: Ranks):
         self.devices, self.ranks = devices, ranks
 
+    def check(self, order: DeviceOrder) -> None:
+        """As `DeviceControl`'s, which is the same on all ranks."""
+        self.devices.check(order)
+
     def carry_out(self, order: DeviceOrder) -> dict[str, object]:
         """As `DeviceControl`'s; `DeviceLost` if a rank is."""
         self.ranks.send(Told(order=order))

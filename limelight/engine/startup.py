@@ -382,7 +382,10 @@ def _start(
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
     devices = all_devices(config, runner, ranks)
-    control = Control(engine, devices if experts is None else FixedDevices())
+    control = Control(
+        engine, devices if experts is None else FixedDevices(),
+        seconds=config.weight_transfer.seconds,
+    )  # fmt: skip
     return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 

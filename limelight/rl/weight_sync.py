@@ -94,8 +94,8 @@ class WeightSync:
         self._places: set[Place] = set()
         self._last: list[Announced] = []
 
-    def init(self, info: dict[str, object], *, replica: int) -> None:
-        """Meet the trainer, in place of any that was met before; an open update of that fails."""
+    def needed_backend(self) -> str:
+        """How weights come; `ValueError` where no trainer can ever bring any."""
         if self.backend is None:
             raise ValueError(
                 "this server has no weight transfer; start it with --weight-transfer-config "
@@ -107,9 +107,14 @@ class WeightSync:
                 f"{packed} is held as NVFP4, which a running update cannot replace: serve the "
                 f"BF16 checkpoint to train with"
             )
+        return self.backend
+
+    def init(self, info: dict[str, object], *, replica: int) -> None:
+        """Meet the trainer, in place of any that was met before; an open update of that fails."""
+        backend = self.needed_backend()
         self.end()
         rank = replica * self.mesh.size + self.mesh.rank
-        self.transport = BACKENDS[self.backend](info, rank, self.device, self.seconds)
+        self.transport = BACKENDS[backend](info, rank, self.device, self.seconds)
 
     def end(self) -> None:
         """Part from the trainer; an open update counts as failed."""

@@ -42,6 +42,12 @@ class DeviceControl:
             mesh=runner.mesh, device=runner.device, backend=backend, seconds=seconds,
         )  # fmt: skip
 
+    def check(self, order: DeviceOrder) -> None:
+        """`ValueError` for what would lose weights that no update could bring back."""
+        forgets = isinstance(order, Release) and not order.keeps_weights and WEIGHTS in order.tags
+        if forgets or isinstance(order, ClearWeights):
+            self.sync.needed_backend()
+
     def carry_out(self, order: DeviceOrder) -> Result:
         """What came of it; raises what went wrong here, or `RuntimeError` if it did elsewhere."""
         fault: Exception | None = None
@@ -76,6 +82,7 @@ class DeviceControl:
         return {}
 
     def _finish(self, order: FinishUpdate) -> Result:
+        self.runner.forget_kept()
         return self.sync.finish()
 
     def _end(self, order: EndTransfer) -> Result:
@@ -90,15 +97,17 @@ class DeviceControl:
         for name in self.sync.replaced:
             for storage in storages(self.runner.model.targets[name].into):
                 bytes_of(storage).zero_()
+        self.runner.forget_kept()
         self.sync.discard()
         return {}
 
     def _release(self, order: Release) -> Result:
+        if not order.keeps_weights and WEIGHTS in order.tags:
+            # First, for a release that fails may have lost some of them.
+            self.sync.discard()
         self.residence.release(
             order.tags, keeps_weights=order.keeps_weights, keeps_cache=order.keeps_cache
         )
-        if not order.keeps_weights and WEIGHTS in order.tags:
-            self.sync.discard()
         return {}
 
     def _restore(self, order: Restore) -> Result:

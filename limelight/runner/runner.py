@@ -238,6 +238,10 @@ class ModelRunner:
     def forget_device(self) -> None:
         """Let go of graphs, and of what is kept beside the cache: memory is about to change."""
         self.drop_graphs()
+        self.forget_kept()
+
+    def forget_kept(self) -> None:
+        """Let go of what is kept beside the cache, which has parts of the weights."""
         for kept in self.kept or ():
             kept.stop()
 

@@ -1,7 +1,9 @@
 """Orders to an engine between its steps: what becomes of what runs, and what comes after."""
 
 import itertools
+import math
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tiny import Answer, prompts, request, write_checkpoint
 from trainers import BUNDLED, perturbed, tensors_of
 
 from limelight.config import EngineConfig
+from limelight.engine.lockstep import FixedDevices
 from limelight.engine.startup import start_engine
 from limelight.orders import (
     AbortRequests,
@@ -32,6 +35,7 @@ from limelight.rl.gloo import GlooGroup, host_store
 from limelight.rl.weight_sync import BACKENDS
 
 PROMPTS = prompts(40, 18, 5, seed=3)
+SHORT = PROMPTS[1:]
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +267,87 @@ def test_an_order_that_cannot_be_is_refused_and_changes_nothing(ordered, order):
     assert one.control.state == before and one.ask([5])[0]
 
 
+def test_a_pause_that_waits_answers_only_when_its_requests_have_ended(ordered):
+    one = ordered()
+    answers = one.add(*PROMPTS)
+    one.steps(3)
+    assert one.order(Pause("wait")) is None
+    for order in (StartUpdate(), ClearWeights()):
+        assert "end first" in one.order(order).refused
+    assert one.control.state.draining
+    assert len(one.steps()) == 1 and all(len(answer.token_ids) == 20 for answer in answers)
+
+
+@pytest.mark.parametrize("order", [Pause("keep"), Sleep(0, "keep"), Sleep(1, "keep")], ids=repr)
+def test_what_freezes_requests_ends_the_waiting_for_them(ordered, order):
+    one = ordered()
+    [answer] = one.add([5])
+    one.steps(2)
+    assert one.order(Sleep(1, "wait")) is None
+    one._take(one.control.take(Asked(99, order)))
+    replies = {reply.id: reply for reply in one.control.replies()}
+    assert "mode=keep" in replies[0].refused and replies[99].refused is None
+    assert not one.engine.has_work and not one.control.state.draining
+    one.order(WakeUp())
+    one.order(Resume())
+    one.steps()
+    assert len(answer.token_ids) == 20
+
+
+def test_a_sleep_that_devices_refuse_ends_no_request(ordered):
+    one = ordered()
+    one.control.devices = FixedDevices()
+    answers = one.add(*PROMPTS)
+    one.steps(3)
+    for mode in ("abort", "wait", "keep"):
+        assert "--enable-expert-parallel" in one.order(Sleep(1, mode)).refused
+    one.steps()
+    assert all(len(answer.token_ids) == 20 for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_sleep_that_fails_half_way_tells_all_and_can_be_woken(ordered, monkeypatch, mode):
+    one = ordered()
+    expected = one.ask(*SHORT)
+    residence = one.control.devices.residence
+    release = residence.release
+
+    def fail(tags, **options):
+        release(tags[:1], **options)
+        raise RuntimeError("no memory on the host")
+
+    monkeypatch.setattr(residence, "release", fail)
+    answers = one.add(*SHORT)
+    one.steps(3)
+    reply = one.order(Sleep(1, mode)) or one.steps()[0]
+    assert "no memory" in reply.failed
+    finish = "abort" if mode == "abort" else "length"
+    assert [answer.last.finish_reason for answer in answers] == [finish] * 2
+    assert one.control.state.asleep == ["weights", "kv_cache"]
+    assert one.order(WakeUp()).failed is None
+    assert one.ask(*SHORT) == expected
+
+
+def test_what_no_update_could_bring_back_is_not_let_go(ordered):
+    one = ordered()
+    one.control.devices.sync.backend = None
+    before = one.ask(*SHORT)
+    for order in (Sleep(2), ClearWeights()):
+        assert "--weight-transfer-config" in one.order(order).refused
+    assert one.order(Sleep(2, tags=["kv_cache"])).refused is None
+    one.order(WakeUp())
+    assert one.ask(*SHORT) == before
+
+
+def test_a_sleep_tells_the_level_at_which_the_weights_are(ordered):
+    one = ordered()
+    assert one.order(Sleep(1)).result == {"level": 1}
+    assert one.order(Sleep(2)).result == {"level": 1}
+    assert one.order(Sleep(0)).result == {"level": 0}
+    one.order(WakeUp())
+    assert one.control.state.refusal is None and one.order(Sleep(2)).result == {"level": 2}
+
+
 class Trainer:
     """Sends the tensors of a model to one engine in process."""
 
@@ -363,6 +448,57 @@ def test_an_update_that_no_one_finishes_is_over_when_a_trainer_comes(ordered, ch
     trainer = Trainer(one)
     assert "failed" in one.control.state.refusal and not one.control.state.updating
     assert trainer.send(dict(trained.named_parameters())).refused is None
+
+
+def test_an_update_that_no_one_goes_on_with_is_over_after_a_while(ordered, checkpoints):
+    one, (_, trained) = ordered(), checkpoints
+    [frozen] = one.add(PROMPTS[0])
+    one.steps(3)
+    trainer, tensors = Trainer(one), dict(trained.named_parameters())
+    assert one.control.seconds_left == math.inf
+    one.order(StartUpdate())
+    assert 0 < one.control.seconds_left <= 5
+    one.control.expire()
+    assert one.control.state.updating
+    one.control.seconds = 0.01
+    assert trainer.update({"model.norm.weight": tensors["model.norm.weight"]}).refused is None
+    time.sleep(0.02)
+    one.control.expire()
+    assert not one.control.state.updating and "failed" in one.control.state.refusal
+    assert "no trainer" in one.order(StartUpdate()).refused
+    one.control.seconds = 5
+    assert Trainer(one).send(tensors).refused is None
+    one.steps()
+    assert len(frozen.token_ids) == 20
+
+
+def test_weights_that_are_being_updated_do_not_sleep(ordered, checkpoints):
+    one, (_, trained) = ordered(), checkpoints
+    trainer = Trainer(one)
+    one.order(StartUpdate())
+    assert "update is open" in one.order(Sleep(1)).refused
+    assert "update is open" in one.order(Sleep(2, "wait", ["weights"])).refused
+    assert one.order(Sleep(1, tags=["kv_cache"])).refused is None
+    assert trainer.update(dict(trained.named_parameters())).refused is None
+    assert one.order(FinishUpdate()).refused is None and one.order(WakeUp()).refused is None
+    assert one.control.state.refusal is None
+
+
+def test_who_goes_on_after_an_update_has_none_of_the_old_weights(ordered, checkpoints):
+    _, trained = checkpoints
+    sinks = {name: tensor + 3 for name, tensor in trained.named_parameters() if "sinks" in name}
+    told = []
+    for keeps in (True, False):
+        one = ordered()
+        runner = one.control.devices.runner
+        runner.kept = runner.kept if keeps else None
+        [answer] = one.add(PROMPTS[2], max_tokens=16)
+        one.steps(6)
+        assert not keeps or any(kept.layers for kept in runner.kept)
+        Trainer(one).send(sinks)
+        one.steps()
+        told.append([one.logprob for one in answer.logprobs])
+    assert told[0] == pytest.approx(told[1], abs=1e-4)
 
 
 def test_after_sleep_level_2_an_update_has_to_bring_all(ordered, checkpoints):
