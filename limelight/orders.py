@@ -123,9 +123,16 @@ class Restore(Struct, frozen=True, tag=True):
     tags: list[str]
 
 
+class ReadAdapter(Struct, frozen=True, tag=True):
+    """To the devices: take the adapter in a folder into host memory, in place of one of this id."""
+
+    adapter_id: int
+    folder: str
+
+
 DeviceOrder: TypeAlias = (
     InitTransfer | StartUpdate | UpdateWeights | FinishUpdate | EndTransfer
-    | Checksums | ClearWeights | Release | Restore
+    | Checksums | ClearWeights | Release | Restore | ReadAdapter
 )  # fmt: skip
 Order: TypeAlias = (
     Pause | Resume | Sleep | WakeUp | ResetPrefixCache | AbortRequests | NameVersion

@@ -22,13 +22,12 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class AdapterMove:
-    """What happens to an adapter before a step: it is read from a folder into host memory, placed
-    in a slot of the device, or dropped from host memory."""
+    """What happens to an adapter before a step: it is placed in a slot of the device, or dropped
+    from host memory."""
 
-    kind: Literal["read", "place", "drop"]
+    kind: Literal["place", "drop"]
     adapter_id: int
     slot: int = 0
-    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,17 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
+from limelight.orders import ReadAdapter
 from limelight.steps import AdapterMove
 from limelight.types import LoRARequest, RequestError
 
 
 class AdapterReader(Protocol):
-    """What reads adapters: the runner, or a scripted one in tests."""
+    """What reads adapters on all ranks: their devices, or a scripted one in tests."""
 
-    def read_adapter(self, move: AdapterMove) -> None:
-        """Take an adapter into host memory; `ValueError` says what is wrong with its files."""
+    def carry_out(self, order: ReadAdapter) -> object:
+        """Take an adapter into host memory; `ValueError` says what is wrong with its files. After
+        any error all is as before."""
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class Adapters:
             return
         try:
             self._read(self._known[adapter_id].request)
-        except ValueError:
+        except Exception:
             del self._open[request_id]
             raise
 
@@ -149,6 +151,19 @@ class Adapters:
         moves, self._moves = self._moves, []
         return moves
 
+    def undo(self, moves: list[AdapterMove]) -> None:
+        """The step that was to bring these about has failed: a slot that it filled has no one."""
+        for move in moves:
+            adapter_id = move.adapter_id
+            if move.kind == "drop":
+                # Once more does no harm.
+                if adapter_id not in self._held:
+                    self._moves.append(move)
+            elif self._slots.get(adapter_id) == move.slot and self._running[adapter_id]:
+                self._place(adapter_id)
+            elif self._slots.get(adapter_id) == move.slot:
+                self._free.append(self._slots.pop(adapter_id))
+
     def check(self) -> None:
         """Assert that slots, memory and requests agree."""
         assert len(set(self._slots.values())) == len(self._slots)
@@ -164,7 +179,7 @@ class Adapters:
 
     def _read(self, request: LoRARequest) -> int:
         adapter_id = request.lora_int_id
-        self._room().read_adapter(AdapterMove("read", adapter_id, folder=request.lora_path))
+        self._room().carry_out(ReadAdapter(adapter_id, request.lora_path))
         self._moves = [move for move in self._moves if move != AdapterMove("drop", adapter_id)]
         self._versions += 1
         self._known[adapter_id] = Known(request, self._versions)

@@ -182,6 +182,12 @@ class Engine:
         except ValueError as error:
             self.refusals.append(self._without_answer(request, error=None, refused=str(error)))
             return False
+        except DeviceLost:
+            raise
+        except Exception as error:
+            logger.error("an adapter could not be read", exc_info=error)
+            self.refusals.append(self._without_answer(request, error=str(error), refused=None))
+            return False
         return True
 
     def _queue(self, request: Request) -> None:
@@ -269,6 +275,7 @@ class Engine:
                 step = Step(plan, sequences, self.runner.launch(plan))
             except Exception as error:
                 outputs += self._fail_all(sequences.values(), error)
+                self.adapters.undo(plan.moves)
         if step is not None and plan.grants:
             self.steps += 1
             self.step_tokens += plan.num_tokens

@@ -30,7 +30,7 @@ from limelight.parallel.seat import Seat
 from limelight.runner.control import DeviceControl
 from limelight.runner.launched import Launched
 from limelight.runner.runner import ModelRunner
-from limelight.steps import AdapterMove, StepPlan, StepResult
+from limelight.steps import StepPlan, StepResult
 from limelight.types import DeviceLost
 
 PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
@@ -270,11 +270,6 @@ class LeadingRunner:
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
         ranks.release = runner.drop_graphs
-
-    def read_adapter(self, move: AdapterMove) -> None:
-        """As the runner's. The others read it now too, and it is no one's mistake if they fail."""
-        self.runner.read_adapter(move)
-        self.ranks.send(Told(plan=StepPlan(moves=[move])))
 
     def launch(self, plan: StepPlan) -> "Followed":
         if self.ranks.lost is not None:

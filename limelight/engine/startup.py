@@ -350,7 +350,8 @@ def _start(
         config, found, plan, mesh, progress, grammars.of_request, experts=experts
     )
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
-    adapters = start_adapters(config, leading)
+    devices = all_devices(config, runner, ranks)
+    adapters = start_adapters(config, devices)
     scheduler = Scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
@@ -381,7 +382,6 @@ def _start(
         adapters=adapters,
         routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
     )  # fmt: skip
-    devices = all_devices(config, runner, ranks)
     control = Control(
         engine, devices if experts is None else FixedDevices(),
         seconds=config.weight_transfer.seconds,

@@ -77,12 +77,8 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     gc.freeze()
     while True:
         told = decoder.decode(messages.get())
-        if told.plan is not None and told.plan.grants:
+        if told.plan is not None:
             runner.launch(told.plan)
-        elif told.plan is not None:
-            # An adapter that rank 0 has read.
-            for move in told.plan.moves:
-                runner.read_adapter(move)
         if told.order is not None:
             carry_out(devices, told.order)
 

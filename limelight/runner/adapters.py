@@ -28,9 +28,7 @@ class RowAdapters:
         self.in_step = False
 
     def move(self, move: AdapterMove) -> None:
-        if move.kind == "read":
-            self.bank.read(move.adapter_id, move.folder)
-        elif move.kind == "place":
+        if move.kind == "place":
             self.bank.place(move.adapter_id, move.slot)
         else:
             self.bank.drop(move.adapter_id)

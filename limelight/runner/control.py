@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from limelight.orders import (
     EndTransfer,
     FinishUpdate,
     InitTransfer,
+    ReadAdapter,
     Release,
     Restore,
     StartUpdate,
@@ -21,6 +23,7 @@ from limelight.orders import (
 )
 from limelight.parallel.mesh import Mesh
 from limelight.rl.checksum import checksums
+from limelight.rl.lora import Merge, Patch, read_adapter
 from limelight.rl.weight_sync import WeightSync
 from limelight.runner.residence import Residence, bytes_of, storages
 from limelight.runner.runner import ModelRunner
@@ -41,6 +44,7 @@ class DeviceControl:
             model.targets, model.renames, kept_names=model.unsent,
             mesh=runner.mesh, device=runner.device, backend=backend, seconds=seconds,
         )  # fmt: skip
+        self._read: list[Patch | Merge] = []
 
     def check(self, order: DeviceOrder) -> None:
         """`ValueError` for what would lose weights that no update could bring back."""
@@ -63,6 +67,8 @@ class DeviceControl:
             if isinstance(order, InitTransfer | UpdateWeights):
                 self.sync.end()
             raise RuntimeError(f"rank {failed[0]} failed; its log says why")
+        if isinstance(order, ReadAdapter):
+            self.runner.adapters.bank.held[order.adapter_id] = self._read
         return result
 
     def _carry_out(self, order: DeviceOrder) -> Result:
@@ -101,6 +107,11 @@ class DeviceControl:
         self.sync.discard()
         return {}
 
+    def _read_adapter(self, order: ReadAdapter) -> Result:
+        """An adapter is held once all ranks have read it."""
+        self._read = read_adapter(Path(order.folder), self.runner.adapters.bank.room)
+        return {}
+
     def _release(self, order: Release) -> Result:
         if not order.keeps_weights and WEIGHTS in order.tags:
             # First, for a release that fails may have lost some of them.
@@ -125,6 +136,7 @@ ACTS: dict[type, Callable[..., Result]] = {
     ClearWeights: DeviceControl._clear,
     Release: DeviceControl._release,
     Restore: DeviceControl._restore,
+    ReadAdapter: DeviceControl._read_adapter,
 }
 
 

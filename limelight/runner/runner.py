@@ -39,7 +39,7 @@ from limelight.runner.inputs import (
 from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
 from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
 from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
-from limelight.steps import AdapterMove, Admission, Grant, StepPlan, StepResult
+from limelight.steps import Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request
 
 if TYPE_CHECKING:
@@ -118,10 +118,6 @@ class ModelRunner:
             adapters=self.adapters,
         )  # fmt: skip
         return drafter
-
-    def read_adapter(self, move: AdapterMove) -> None:
-        """Take an adapter into host memory at once; `ValueError` for what cannot be served."""
-        self.adapters.move(move)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it."""

@@ -21,6 +21,7 @@ from tiny import prompts, request, run, start, write_checkpoint
 from limelight import LLM
 from limelight.engine import scheduler
 from limelight.engine.adapters import Adapters
+from limelight.rl.lora import AdapterBank
 from limelight.steps import AdapterMove
 from limelight.types import LoRARequest, RequestError, SamplingParams
 
@@ -31,10 +32,10 @@ class Folders:
     def __init__(self):
         self.read, self.broken = [], set()
 
-    def read_adapter(self, move):
-        if move.folder in self.broken:
-            raise ValueError(f"{move.folder} is broken")
-        self.read.append(move.folder)
+    def carry_out(self, order):
+        if order.folder in self.broken:
+            raise ValueError(f"{order.folder} is broken")
+        self.read.append(order.folder)
 
 
 def adapter(number, *, folder=None, in_place=False):
@@ -269,6 +270,48 @@ def test_an_unloaded_adapter_ends_its_requests_and_refuses_others(served):
     assert [output.refused for output in refused] == ["the adapter of this request is not loaded"]
     tokens = [t for o in outputs if o.request_id == first.id for t in o.token_ids]
     assert tokens == alone.token_ids[1:] or tokens == alone.token_ids
+    engine.adapters.check()
+
+
+def test_an_adapter_whose_slot_could_not_be_filled_is_placed_anew(served, monkeypatch):
+    engine, folders = served
+    (prompt,) = prompts(20)
+    engine.load_adapter(adapter(1, folder=folders[0]))
+    engine.load_adapter(adapter(2, folder=folders[1]))
+    (alone,) = run(engine, [asked(prompt, 2)])
+    place = AdapterBank.place
+
+    def fail(bank, adapter_id, slot):
+        monkeypatch.setattr(AdapterBank, "place", place)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(AdapterBank, "place", fail)
+    (failed,) = run(engine, [asked(prompt, 1)])
+    assert failed.last.error == "no memory"
+    (answer,) = run(engine, [asked(prompt, 1)])
+    assert answer.last.error is None and answer.token_ids != alone.token_ids
+    engine.load_adapter(adapter(1, folder=folders[1], in_place=True))
+    monkeypatch.setattr(AdapterBank, "place", fail)
+    assert run(engine, [asked(prompt, 0)])[0].last.error == "no memory"
+    assert run(engine, [asked(prompt, 1)])[0].token_ids == alone.token_ids
+    engine.adapters.check()
+
+
+def test_an_adapter_that_another_rank_cannot_read_is_held_by_none(served, monkeypatch):
+    engine, folders = served
+    (prompt,) = prompts(20)
+    engine.load_adapter(adapter(1, folder=folders[0]))
+    (before,) = run(engine, [asked(prompt, 1)])
+    with monkeypatch.context() as patched:
+        patched.setattr("limelight.runner.control._failed_ranks", lambda *_: [1])
+        with pytest.raises(RuntimeError, match="rank 1 failed"):
+            engine.load_adapter(adapter(1, folder=folders[1], in_place=True))
+        assert run(engine, [asked(prompt, 1)])[0].token_ids == before.token_ids
+        # Read again for a request, it ends that one alone.
+        engine.adapters._held.pop(1)
+        other, lost = run(engine, [asked(prompt, 0), asked(prompt, 1)])
+        assert "rank 1 failed" in lost.last.error and other.last.finish_reason == "length"
+    assert run(engine, [asked(prompt, 1)])[0].token_ids == before.token_ids
     engine.adapters.check()
 
 
