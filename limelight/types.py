@@ -322,10 +322,10 @@ class RoutedExperts:
     def first(self, rows: int) -> "RoutedExperts":
         """The first `rows` of them."""
         count = self.shape[0]
-        if rows >= count:
+        kept = max(0, rows)
+        if kept >= count:
             return self
         size = len(self.data) // count
-        kept = max(0, rows)
         return RoutedExperts(
             data=self.data[: kept * size], shape=(kept, *self.shape[1:]), dtype=self.dtype
         )

@@ -11,6 +11,7 @@ buffer is mapped once: its owner counts how often it is let go of.
 import base64
 import binascii
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -107,8 +108,7 @@ class IPC:
     def _arguments(self, handle: object, what: str) -> tuple[object, ...]:
         """Of the function that maps memory, checked, and on this process's device."""
         if not isinstance(handle, dict) or self.uuid not in handle:
-            known = list(handle) if isinstance(handle, dict) else handle
-            raise ValueError(f"{what}: no handle for GPU {self.uuid}; there is {known!r:.200}")
+            raise ValueError(f"{what}: no handle for GPU {self.uuid}; there is {_shown(handle)}")
         given = handle[self.uuid]
         if not isinstance(given, tuple) or len(given) != ARGUMENTS:
             raise ValueError(f"{what}: a handle has {ARGUMENTS} parts")
@@ -134,4 +134,11 @@ def _plain(part: object, what: str) -> object:
             return part
         case tuple() if all(type(item) is int for item in part):
             return part
-    raise ValueError(f"{what}: {part!r:.100} is no part of a handle")
+    raise ValueError(f"{what}: {_shown(part)} is no part of a handle")
+
+
+def _shown(value: object) -> str:
+    """For a message: a few bytes of a pickle may stand for a text without end."""
+    if isinstance(value, dict):
+        return ", ".join(str(key)[:80] for key in islice(value, 4) if isinstance(key, str))
+    return f"{value.module}.{value.name}"[:80] if isinstance(value, Name) else type(value).__name__

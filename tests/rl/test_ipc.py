@@ -106,6 +106,16 @@ def test_what_is_no_handle_is_refused_and_nothing_is_mapped(memory, handles, mes
     assert memory[1] == []
 
 
+@pytest.mark.parametrize("nested_in", [lambda deep: evil(4, deep), lambda deep: [deep]])
+def test_a_small_pickle_cannot_ask_for_an_endless_message(nested_in):
+    deep = ()
+    for _ in range(18):
+        deep = (deep, deep)
+    with pytest.raises(ValueError, match="tuple") as told:
+        IPC(index=0, uuid="GPU-1", packed=False).check(announce(x=(2,)), pickled(nested_in(deep)))
+    assert len(str(told.value)) < 200
+
+
 @pytest.mark.parametrize(
     "info", [{}, {"ipc_handles_pickled": "?"}, {"ipc_handles_pickled": 5}, {"ipc_handles": [1]}]
 )

@@ -43,4 +43,5 @@ def test_rows_cross_a_process_border_and_can_be_cut():
     assert np.array_equal(array(back), ids)
     for rows in (4, 3, 0):
         assert np.array_equal(array(back.first(rows)), ids[:rows])
-    assert array(back.first(-1)).shape == (0, 3, 2) and back.first(9) is back
+    none = back.first(-1)
+    assert array(none).shape == (0, 3, 2) and none.first(-1) is none and back.first(9) is back
