@@ -45,6 +45,11 @@ SWITCH: dict[object, bool] = {"true": True, "1": True, "false": False, "0": Fals
     True: True, False: False,
 }  # fmt: skip
 KINDS: dict[type, str] = {str: "a text", list: "a list of texts", dict: "a JSON object"}
+# Of the engine's settings: the secret of the prefix cache, and where things lie on this machine.
+UNTOLD = frozenset({
+    "model", "tokenizer", "hf_config_path", "prefix_hash_seed", "lora_modules", "expert_load_file",
+    "expert_placement", "speculative_config",
+})  # fmt: skip
 DRAFTS = (
     "start_draft_weight_update is not supported: drafters are DFlash2 models, trained by themselves"
 )
@@ -70,7 +75,7 @@ class Arguments:
     def switch(self, name: str, default: bool) -> bool:
         value = self.query.get(name, self.body.get(name, default))
         key = value.lower() if isinstance(value, str) else value
-        if key not in SWITCH:
+        if not isinstance(key, str | int) or key not in SWITCH:
             raise RequestError(f"{name} must be true or false; got {value!r:.50}", param=name)
         return SWITCH[key]
 
@@ -145,7 +150,7 @@ class ControlRoutes:
     async def abort_requests(self, arguments: Arguments) -> Json:
         ids = arguments.given("request_ids", list)
         names = None
-        if ids:
+        if ids is not None:
             # An answer's id has the kind of the answer before the request's own.
             names = [f"{kind}{id}" for id in ids for kind in ("", "chatcmpl-", "cmpl-", "gen-")]
         results = await self._order(AbortRequests(names))
@@ -155,8 +160,10 @@ class ControlRoutes:
         level = arguments.text("level", "2")
         if level not in ("0", "1", "2"):
             raise RequestError(f"level must be 0, 1 or 2; got {level!r:.50}", param="level")
-        await self._order(Sleep(int(level), arguments.mode("abort"), arguments.tags()))
-        return {"status": "sleeping", "level": int(level)}
+        order = Sleep(int(level), arguments.mode("abort"), arguments.tags())
+        results = await self._order(order)
+        # Weights that sleep already stay at their level.
+        return {"status": "sleeping", "level": results[0]["level"]}
 
     async def release_kv_cache_memory(self, arguments: Arguments) -> Json:
         await self._order(Sleep(1, arguments.mode("abort"), [KV_CACHE]))
@@ -182,6 +189,7 @@ class ControlRoutes:
     async def server_info(self, arguments: Arguments) -> Json:
         """What is read of it is what trainers read; the rest are our own settings."""
         info, engine = self.client.info, self.engine
+        engine_values = asdict(engine).items()
         room = {"max_lora_rank": engine.max_lora_rank, "max_loras": engine.max_loras}
         config: Json = {
             "model_config": {
@@ -197,7 +205,7 @@ class ControlRoutes:
             "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
             "weight_transfer_config": self.engine.weight_transfer_config,
             "lora_config": room if engine.enable_lora else None,
-            "engine": asdict(self.engine),
+            "engine": {name: value for name, value in engine_values if name not in UNTOLD},
         }
         as_text = arguments.text("config_format", "text") == "text"
         return {"vllm_config": str(config) if as_text else config}

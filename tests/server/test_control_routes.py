@@ -82,7 +82,7 @@ def api(make_api, engine):
 def test_a_call_orders_one_thing_and_answers_with_json_of_known_length(
     api, engine, call, body, order, answer
 ):
-    engine.results = [{"missing": 4, "aborted": 3}]
+    engine.results = [{"missing": 4, "aborted": 3, "level": getattr(order, "level", None)}]
     given = {} if body is None else {"json": body}
     told = api.post(call, **given)
     assert (told.status_code, told.json(), engine.orders) == (200, answer, [order])
@@ -93,7 +93,14 @@ def test_a_call_orders_one_thing_and_answers_with_json_of_known_length(
 def test_requests_are_aborted_by_the_ids_that_clients_know(api, engine):
     engine.results = [{"aborted": 1}]
     api.post("/abort_requests", json={"request_ids": ["a"]})
-    assert engine.orders == [AbortRequests(["a", "chatcmpl-a", "cmpl-a", "gen-a"])]
+    api.post("/abort_requests", json={"request_ids": []})
+    known = AbortRequests(["a", "chatcmpl-a", "cmpl-a", "gen-a"])
+    assert engine.orders == [known, AbortRequests([])]
+
+
+def test_weights_that_sleep_already_stay_at_their_level(api, engine):
+    engine.results = [{"level": 1}]
+    assert api.post("/sleep?level=2").json() == {"status": "sleeping", "level": 1}
 
 
 def test_how_the_engine_stands_is_told_without_asking_it(api, engine):
@@ -128,11 +135,22 @@ def test_server_info_has_what_trainers_read(make_api):
     assert isinstance(api.get("/server_info").json()["vllm_config"], str)
 
 
+def test_server_info_keeps_secrets_and_places(make_api):
+    engine = EngineConfig(
+        prefix_hash_seed="secret", enable_lora=True, lora_modules=["one=/secret/one"],
+        tokenizer="/secret/tokenizer",
+    )  # fmt: skip
+    told = make_api(enable_rl=True, engine_config=engine).get("/server_info").text
+    assert "secret" not in told and "max_num_seqs" in told
+
+
 @pytest.mark.parametrize(
     ("call", "body", "param"),
     [
         ("/pause?mode=later", None, "mode"),
         ("/pause?clear_cache=perhaps", None, "clear_cache"),
+        ("/pause", {"clear_cache": [True]}, "clear_cache"),
+        ("/pause", {"clear_cache": {}}, "clear_cache"),
         ("/sleep?level=3", None, "level"),
         ("/init_weight_transfer_engine", {}, "init_info"),
         ("/update_weights", {"update_info": 3}, "update_info"),
