@@ -56,6 +56,13 @@ class OrderFailed(RuntimeError):
         self.refused = refused
 
 
+class AdapterLost(OrderFailed):
+    """A new version of an adapter came to some engines only, so that now none has the adapter."""
+
+    def __init__(self, text: str):
+        super().__init__(text, refused=False)
+
+
 class Served(Protocol):
     """What a server needs of its engine, or of all of them; `stats` are those of each."""
 

@@ -14,15 +14,20 @@ from itertools import takewhile
 from pathlib import Path
 
 from limelight.config import EngineConfig
-from limelight.engine.client import EngineClient, EngineDead, EngineStatus
+from limelight.engine.client import AdapterLost, EngineClient, EngineDead, EngineStatus
 from limelight.engine.peers import Circle
 from limelight.engine.router import Router
 from limelight.orders import (
+    SCHEDULING,
+    WEIGHTS,
+    ClearWeights,
     EngineState,
-    FinishUpdate,
     InitTransfer,
     LoadAdapter,
+    NameVersion,
     Order,
+    Pause,
+    Sleep,
     UnloadAdapter,
 )
 from limelight.stats import EngineStats, ModelInfo
@@ -127,9 +132,6 @@ class Replicas:
 
     async def order(self, order: Order) -> list[dict[str, object]]:
         """Have all engines carry out an order at once; what came of it in each."""
-        if isinstance(order, FinishUpdate):
-            # Started anew, an engine would have the weights of the checkpoint.
-            self.restarts = 0
         orders: list[Order] = [order] * len(self.clients)
         if isinstance(order, InitTransfer):
             orders = [InitTransfer(order.info, replica=place) for place in range(len(orders))]
@@ -139,13 +141,23 @@ class Replicas:
         )
         if isinstance(order, LoadAdapter | UnloadAdapter):
             await self._remember(order, came)
+        done = not all(isinstance(one, BaseException) for one in came)
+        if done and self.restarts and _changes_weights(order):
+            logger.warning(
+                "from here on no engine is started anew, for it would have the weights of the "
+                "checkpoint"
+            )
+            self.restarts = 0
         for one in came:
             if isinstance(one, BaseException):
                 raise one
         return [result for one in came if not isinstance(one, BaseException) for result in one]
 
     async def _remember(self, order: LoadAdapter | UnloadAdapter, came: Sequence[object]) -> None:
-        """Keep what adapters there are; a new one that is not in all engines is in none."""
+        """Keep what adapters there are; one that is not the same in all engines is in none.
+
+        `AdapterLost` if that was so before.
+        """
         if isinstance(order, UnloadAdapter):
             self.adapters.pop(order.adapter_id, None)
             return
@@ -153,9 +165,16 @@ class Replicas:
         loaded = [client for client, one in pairs if not isinstance(one, BaseException)]
         if len(loaded) == len(self.clients):
             self.adapters[adapter.lora_int_id] = order
-        elif not adapter.load_inplace:
-            orders = (client.order(UnloadAdapter(adapter.lora_int_id)) for client in loaded)
+        elif loaded:
+            self.adapters.pop(adapter.lora_int_id, None)
+            orders = (client.order(UnloadAdapter(adapter.lora_int_id)) for client in self.clients)
             await asyncio.gather(*orders, return_exceptions=True)
+            if adapter.load_inplace:
+                fault = next(one for one in came if isinstance(one, BaseException))
+                raise AdapterLost(
+                    f"{fault}; other engines have read the adapter {adapter.lora_name!r}, so it "
+                    f"was unloaded from all: load it again"
+                )
 
     async def close(self) -> None:
         """End all processes and what belongs to them."""
@@ -230,10 +249,13 @@ class Replicas:
             await asyncio.gather(*(client.close() for client in clients))
             raise
         for place, client in zip(group, clients, strict=True):
+            client.state = self.clients[place].state
             self.clients[place] = client
             # Before any request comes; what cannot be read any more the engine refuses later.
             for order in self.adapters.values():
                 client.tell(LoadAdapter(replace(order.adapter, load_inplace=True)))
+            for standing in _standing(client.state):
+                client.tell(standing)
 
     def _client(self, place: int) -> EngineClient:
         config, env = self.places[place]
@@ -251,6 +273,27 @@ class Replicas:
     def _leave(self) -> None:
         if self._meeting is not None:
             shutil.rmtree(self._meeting, ignore_errors=True)
+
+
+def _changes_weights(order: Order) -> bool:
+    """Whether weights are from here on, or soon, others than those of the checkpoint."""
+    if isinstance(order, Sleep):
+        return order.level == 2 and (not order.tags or WEIGHTS in order.tags)
+    return isinstance(order, InitTransfer | ClearWeights)
+
+
+def _standing(state: EngineState) -> list[Order]:
+    """What has an engine that starts stand as one that was lost did."""
+    orders: list[Order] = []
+    if state.paused is not None:
+        orders.append(Pause(state.paused))
+    if tags := [tag for tag in state.asleep if tag != SCHEDULING]:
+        orders.append(Sleep(1, tags=tags))
+    if SCHEDULING in state.asleep:
+        orders.append(Sleep(0))
+    if state.weight_version != EngineState().weight_version:
+        orders.append(NameVersion(state.weight_version))
+    return orders
 
 
 def _places(config: EngineConfig, count: int) -> list[tuple[EngineConfig, dict[str, str]]]:

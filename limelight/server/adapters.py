@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from starlette.types import Send
 
-from limelight.engine.client import OrderFailed, Served
+from limelight.engine.client import AdapterLost, OrderFailed, Served
 from limelight.orders import LoadAdapter, Order, UnloadAdapter
 from limelight.server.bodies import MAX_TEXT, decode
 from limelight.server.http import Call, Refused, send_bytes, send_json
@@ -132,7 +132,11 @@ class NamedAdapters:
                 )  # fmt: skip
             adapter_id = next(self._ids) if known is None else known.lora_int_id
             adapter = LoRARequest(name, adapter_id, path, load_inplace=in_place)
-            await self._order(LoadAdapter(adapter))
+            try:
+                await self._order(LoadAdapter(adapter))
+            except AdapterLost as error:
+                self.by_name.pop(name, None)
+                raise Refused(500, str(error), code="adapter_lost") from error
             self.by_name[name] = adapter
             return adapter
 

@@ -11,9 +11,20 @@ from tiny import prompts, request, write_checkpoint
 
 from limelight.config import EngineConfig
 from limelight.engine import replicas
-from limelight.engine.client import EngineDead, EngineStatus
+from limelight.engine.client import AdapterLost, EngineDead, EngineStatus, OrderFailed
 from limelight.engine.replicas import Replicas
-from limelight.types import RequestError
+from limelight.orders import (
+    ClearWeights,
+    EngineState,
+    FinishUpdate,
+    InitTransfer,
+    LoadAdapter,
+    NameVersion,
+    Pause,
+    Sleep,
+    UnloadAdapter,
+)
+from limelight.types import LoRARequest, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +209,92 @@ def test_a_request_that_kills_engines_ends_two_of_them_at_most():
             await text(front, request([1, 2]))
         assert [client.dead for client in front.clients].count(True) == 2
         await asyncio.gather(*closing)
+
+    asyncio.run(main())
+
+
+class Obedient:
+    """An engine that keeps the orders it gets, and refuses those for `broken` folders."""
+
+    def __init__(self, broken=()):
+        self.broken, self.orders, self.state = broken, [], EngineState()
+
+    async def order(self, order):
+        self.orders.append(order)
+        if isinstance(order, LoadAdapter) and order.adapter.lora_path in self.broken:
+            raise OrderFailed("it cannot be read", refused=True)
+        return [{}]
+
+    def tell(self, order):
+        self.orders.append(order)
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+
+@asynccontextmanager
+async def obeying(*engines, restarts=0):
+    front = Replicas(EngineConfig(device="cpu"), count=len(engines), restarts=restarts)
+    await asyncio.gather(*(client.close() for client in front.clients))
+    front.clients = list(engines)
+    yield front
+
+
+def test_an_engine_started_anew_stands_as_the_lost_one_did(monkeypatch):
+    async def main():
+        lost, new = Obedient(), Obedient()
+        lost.state = EngineState(
+            paused="keep", asleep=["weights", "scheduling"], weight_version="7"
+        )  # fmt: skip
+        async with obeying(lost) as front:
+            monkeypatch.setattr(front, "_client", lambda place: new)
+            await front._restart([0])
+            assert front.state.refusal is not None
+        again = [Pause("keep"), Sleep(1, tags=["weights"]), Sleep(0), NameVersion("7")]
+        assert new.orders == again
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("order", "left"),
+    [
+        (InitTransfer({}), 0), (Sleep(2), 0), (Sleep(2, tags=["weights"]), 0), (ClearWeights(), 0),
+        (FinishUpdate(), 1), (Sleep(1), 1), (Sleep(2, tags=["kv_cache"]), 1), (Pause(), 1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_once_weights_are_not_the_checkpoints_no_engine_is_started_anew(order, left, caplog):
+    async def main():
+        async with obeying(Obedient(), restarts=1) as front:
+            await front.order(order)
+            assert front.restarts == left
+
+    asyncio.run(main())
+    assert ("no engine is started anew" in caplog.text) == (left == 0)
+
+
+def test_an_adapter_is_the_same_in_all_engines_or_in_none():
+    def load(folder, *, in_place=True):
+        return LoadAdapter(LoRARequest("one", 1, folder, load_inplace=in_place))
+
+    async def main():
+        first, second = Obedient(), Obedient(broken=["new", "gone"])
+        third = Obedient(broken=["gone"])
+        async with obeying(first, second, third) as front:
+            await front.order(load("old", in_place=False))
+            # Where none has read it, all keep what they had.
+            first.broken = ["gone"]
+            with pytest.raises(OrderFailed):
+                await front.order(load("gone"))
+            assert front.adapters == {1: load("old", in_place=False)}
+            with pytest.raises(AdapterLost, match="unloaded from all"):
+                await front.order(load("new"))
+            assert front.adapters == {}
+            assert all(one.orders[-1] == UnloadAdapter(1) for one in (first, second, third))
 
     asyncio.run(main())
 

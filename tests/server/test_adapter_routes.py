@@ -7,7 +7,7 @@ import pytest
 from server_fakes import MODEL, Api, FakeEngine
 
 from limelight.config import EngineConfig, ServerConfig
-from limelight.engine.client import OrderFailed
+from limelight.engine.client import AdapterLost, OrderFailed
 from limelight.orders import Order, UnloadAdapter
 from limelight.server.app import create_app
 from limelight.types import LoRARequest
@@ -28,6 +28,8 @@ class AdaptedEngine(FakeEngine):
             self.unloaded.append(order.adapter_id)
         elif order.adapter.lora_path.endswith("broken"):
             raise OrderFailed("adapter_config.json: use_dora is not supported", refused=True)
+        elif order.adapter.lora_path.endswith("torn"):
+            raise AdapterLost("it was unloaded from all")
         else:
             self.loaded.append(order.adapter)
         return [{}]
@@ -55,6 +57,7 @@ def served(tokenizer, template, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "broken").mkdir()
+    (tmp_path / "torn").mkdir()
     return str(tmp_path)
 
 
@@ -131,6 +134,13 @@ def test_an_adapter_that_cannot_be_read_is_not_there(served, folder, name, statu
     answer = load(api, "second", f"{folder}/{name}")
     assert answer.status_code == status and answer.json()["error"]["param"] == param
     assert names(api) == [MODEL, "first"]
+
+
+def test_an_adapter_that_the_engines_have_lost_has_no_name_any_more(served, folder):
+    api = served()
+    answer = load(api, "first", f"{folder}/torn", load_inplace=True)
+    assert answer.status_code == 500 and "unloaded" in answer.json()["error"]["message"]
+    assert names(api) == [MODEL] and load(api, "first", folder).status_code == 200
 
 
 def test_what_is_not_loaded_cannot_be_unloaded(served):
