@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import zmq
 from tiny import request, write_checkpoint
 
 from limelight.config import EngineConfig
 from limelight.engine.client import EngineClient, EngineDead
+from limelight.engine.process import heard
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,16 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("flint")
     write_checkpoint(path, "flint")
     return path
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0004, 0.05])
+def test_an_idle_engine_waits_for_a_command_only_as_long_as_it_may(seconds):
+    idle = SimpleNamespace(peers=None, has_work=False)
+    with zmq.Context() as context, context.socket(zmq.PULL) as commands:
+        commands.bind("inproc://commands")
+        began = time.monotonic()
+        assert not heard(commands, idle, seconds)
+        assert seconds <= time.monotonic() - began < 5
 
 
 def alive(pid: int) -> bool:
