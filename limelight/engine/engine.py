@@ -7,15 +7,15 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from limelight.engine.adapters import Adapters
 from limelight.engine.drafting import Drafting
 from limelight.engine.expert_load import ExpertLoad
+from limelight.engine.parts import Closing, Grammars, Joined, Launched, Runner
 from limelight.engine.routing import Routing, Told
 from limelight.engine.scheduler import Scheduler
 from limelight.stats import EngineStats
-from limelight.steps import Grant, Sampled, StepPlan, StepResult
+from limelight.steps import Grant, Sampled, StepPlan
 from limelight.types import (
     DeviceLost,
     FinishReason,
@@ -31,64 +31,6 @@ logger = logging.getLogger(__name__)
 OF_CLIENT = re.compile(r"(-[0-9a-f]{8}-[0-9]+)?(-[0-9]+)?$")
 # With nothing to do but to wait for a grammar, a step takes no longer than this.
 SECONDS_OF_WAITING = 0.005
-
-
-class Launched(Protocol):
-    """A step that may still run."""
-
-    def result(self) -> StepResult: ...
-
-
-class Runner(Protocol):
-    """What starts a plan: `ModelRunner`, or a scripted one in tests."""
-
-    def launch(self, plan: StepPlan) -> Launched: ...
-
-
-class Decided(Protocol):
-    """A request whose grammar is there, or why it has none."""
-
-    @property
-    def request(self) -> Request: ...
-
-    @property
-    def refused(self) -> str | None: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class Grammars(Protocol):
-    """What compiles constraints meanwhile: that of `engine/grammar.py`, or a scripted one."""
-
-    def ask(self, request: Request) -> None: ...
-
-    def decided(self, *, seconds: float) -> Iterable[Decided]: ...
-
-    def forget(self, request_id: str) -> None: ...
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Closing(Protocol):
-    """What has an end: the other ranks."""
-
-    def close(self) -> None: ...
-
-
-class Joined(Closing, Protocol):
-    """The other engines, where they share this one's experts: their steps are its own too."""
-
-    @property
-    def called(self) -> bool: ...
-
-    @property
-    def waker(self) -> int:
-        """A file that can be read once one has called."""
-
-    def drain(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
