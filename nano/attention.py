@@ -33,6 +33,9 @@ class RowBatch:
     rows: int
     last_tokens_S: None = None  # all tokens are given
 
+    def routed(self, layer: int) -> None:
+        """Where a layer's experts are kept: nowhere."""
+
     def attend(
         self,
         layer: int,

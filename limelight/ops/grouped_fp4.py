@@ -7,7 +7,6 @@ order. What a thread will decode next is under way while it decodes.
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -101,7 +100,7 @@ def _chunks(columns, ahead):
 def _held(chunks):
     """Chunks of x that a program holds at a time, a power of two: all of them, else few, for they
     come through registers while weights are under way."""
-    return triton.next_power_of_2(chunks) if chunks <= MOST_HELD else MOST_HELD // 2
+    return 1 << (chunks - 1).bit_length() if chunks <= MOST_HELD else MOST_HELD // 2
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters import (
+from adapter_files import (
     ATTENTION,
     EXPERTS,
     INNER,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters import EXPERTS, INNER, SIZE, attention, write_adapter, write_files
+from adapter_files import EXPERTS, INNER, SIZE, attention, write_adapter, write_files
 from safetensors.torch import load_file
 from tiny import FAMILIES
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters import ATTENTION, PARAMETERS, write_by_peft
+from adapter_files import ATTENTION, PARAMETERS, write_by_peft
 from tiny import prompts
 
 from limelight.models.adapters import AdapterRoom

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters import write_whole
+from adapter_files import write_whole
 from safetensors.torch import load_file
 from tiny import FAMILIES, prompts, request, run, start
 
