@@ -15,6 +15,7 @@ import torch
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, GroupSpec
 from limelight.cache.storage import BlockShape
+from limelight.config import EngineConfig
 from limelight.models.loader import Model
 from limelight.ops.fp4 import FP4, Weight
 
@@ -199,6 +200,24 @@ class MemoryPlan:
                 f"  sequences that fit at once: {fits} tokens",
             )
         )
+
+
+def cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
+    """As asked; or what is left of the share to use, at most as much as all sequences can fill."""
+    if config.kv_cache_memory_bytes is not None:
+        free = max(0, plan.available - plan.weights - plan.workspace)
+        if config.kv_cache_memory_bytes > free:
+            raise ValueError(
+                f"a KV cache of {config.kv_cache_memory_bytes} bytes does not fit beside weights "
+                f"and work space; ask for at most --kv-cache-memory-bytes {free}"
+            )
+        return config.kv_cache_memory_bytes
+    room = plan.usable - plan.weights - plan.workspace
+    if device.type == "cpu":
+        room = min(room, CPU_CACHE_LIMIT)
+    blocks = plan.tables.blocks_for_length(plan.max_model_len, plan.chunk)
+    useful = blocks * plan.max_num_seqs * plan.block.nbytes
+    return max(0, min(room, useful))
 
 
 def _gib(count: int) -> str:

@@ -31,7 +31,7 @@ from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
 from limelight.engine.lora import adapter_kinds, make_room, start_adapters
-from limelight.engine.memory import CPU_CACHE_LIMIT, MemoryPlan, device_memory, weight_kinds
+from limelight.engine.memory import MemoryPlan, cache_bytes, device_memory, weight_kinds
 from limelight.engine.peers import Circle, Peers
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.routing import Routing
@@ -196,25 +196,7 @@ def plan_memory(
         ahead=0 if drafter is None else drafter.ahead,
         invariant_on_gpu=config.batch_invariant and device.type == "cuda",
     )
-    return plan.with_blocks(_cache_bytes(config, plan, device) // block.nbytes)
-
-
-def _cache_bytes(config: EngineConfig, plan: MemoryPlan, device: torch.device) -> int:
-    """As asked; or what is left of the share to use, at most as much as all sequences can fill."""
-    if config.kv_cache_memory_bytes is not None:
-        free = max(0, plan.available - plan.weights - plan.workspace)
-        if config.kv_cache_memory_bytes > free:
-            raise ValueError(
-                f"a KV cache of {config.kv_cache_memory_bytes} bytes does not fit beside weights "
-                f"and work space; ask for at most --kv-cache-memory-bytes {free}"
-            )
-        return config.kv_cache_memory_bytes
-    room = plan.usable - plan.weights - plan.workspace
-    if device.type == "cpu":
-        room = min(room, CPU_CACHE_LIMIT)
-    blocks = plan.tables.blocks_for_length(plan.max_model_len, plan.chunk)
-    useful = blocks * plan.max_num_seqs * plan.block.nbytes
-    return max(0, min(room, useful))
+    return plan.with_blocks(cache_bytes(config, plan, device) // block.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

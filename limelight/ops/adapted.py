@@ -17,11 +17,11 @@ from limelight.ops.grouped import (
     fitted,
     grouped_down_kernel,
     grouped_fp4_kernel,
-    sort_pairs,
     unpacked,
     words_of_each,
 )
 from limelight.ops.lora import Adapted, Blocks, Matrix, launch_lora, without_adapters
+from limelight.ops.pairs import sort_pairs
 
 
 def _product(x_PK: torch.Tensor, weight_ENK: Weight, blocks: Blocks, each: int) -> torch.Tensor:
