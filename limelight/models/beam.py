@@ -17,9 +17,8 @@ from torch import nn
 
 from limelight.models.batch import Batch
 from limelight.models.config import LAYER_TYPES, ConfigReader, Json, ModelConfig, read_common
+from limelight.models.dummy import PROJECTION, ZEROS
 from limelight.models.layers import (
-    PROJECTION,
-    ZEROS,
     Embedding,
     Experts,
     HeadProjections,

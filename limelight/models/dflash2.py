@@ -23,10 +23,8 @@ from torch import nn
 
 from limelight.models.batch import Blocks, Paged
 from limelight.models.dflash2_config import DFlash2Config
+from limelight.models.dummy import ONES, PROJECTION, Dummy
 from limelight.models.layers import (
-    ONES,
-    PROJECTION,
-    Dummy,
     Embedding,
     LMHead,
     Placement,

@@ -15,9 +15,8 @@ from torch import nn
 
 from limelight.models.batch import Batch
 from limelight.models.config import LAYER_TYPES, ConfigReader, Json, ModelConfig, read_common
+from limelight.models.dummy import PROJECTION, UNIT
 from limelight.models.layers import (
-    PROJECTION,
-    UNIT,
     Embedding,
     Experts,
     HeadProjections,

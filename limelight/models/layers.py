@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from limelight.models.adapters import AdapterRoom
+from limelight.models.dummy import ONES, OUTPUT_PROJECTION, PROJECTION, UNIT, Dummy
 from limelight.models.expert_parallel import DividedExperts
 from limelight.ops import activation, experts, linear, norm
 from limelight.ops.boundary import Summand
@@ -24,22 +25,6 @@ from limelight.ops.rope import Heads
 from limelight.parallel.collectives import all_gather, summed
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Dummy:
-    """The distribution of a tensor's random values: normal, with this mean and deviation."""
-
-    mean: float
-    std: float
-
-
-# As benchmarks of these models use them: routing is uniform and activations stay finite.
-PROJECTION = Dummy(0.0, 0.02)
-OUTPUT_PROJECTION = Dummy(0.0, 0.002)
-UNIT = Dummy(0.0, 1.0)
-ONES = Dummy(1.0, 0.0)
-ZEROS = Dummy(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

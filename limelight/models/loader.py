@@ -14,8 +14,9 @@ import torch
 
 from limelight.checkpoint import HUB_WEIGHTS, read_json
 from limelight.models.beam import Beam, BeamConfig
+from limelight.models.dummy import Dummy
 from limelight.models.flint import Flint, FlintConfig
-from limelight.models.layers import Dummy, Placement, Target, Targets
+from limelight.models.layers import Placement, Target, Targets
 from limelight.ops.fp4 import FP4, VALUES
 from limelight.progress import Progress
 from limelight.quant import gguf, safetensor_files

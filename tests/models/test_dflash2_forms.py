@@ -9,6 +9,7 @@ from drafters import CPU, FEATURES, Cache, config_json, make_drafter, make_ends,
 
 from limelight.models import dflash2, dflash2_loader, layers
 from limelight.models.dflash2 import DFlash2
+from limelight.models.dummy import UNIT
 from limelight.models.layers import Placement, Target, all_of
 from limelight.ops import rope
 from limelight.ops.fp4 import FP4
@@ -119,7 +120,7 @@ def test_a_copy_of_a_head_that_the_target_has_in_nvfp4_may_differ_by_rounding(sh
         "file", "lm_head.weight", "lm_head.weight", "F32", (97, 48),
         lambda into, take: into.copy_(values[take]),
     )  # fmt: skip
-    target = Target(held, (97, 48), (all_of(97), all_of(48)), layers.UNIT)
+    target = Target(held, (97, 48), (all_of(97), all_of(48)), UNIT)
     if fits:
         dflash2_loader._check_copy(stored, target)
     else:
