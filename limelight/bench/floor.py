@@ -4,7 +4,9 @@ Each weight is read once, of routed experts those that some token chose, and eac
 and values once.
 """
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -108,17 +110,39 @@ def kernels(started: Started, prompts: list[list[int]]) -> list[dict[str, object
 
 
 def kernels_in(profile: torch.profiler.profile, steps: int) -> list[dict[str, object]]:
-    """Of what a profiler saw of so many steps, each kernel's launches and microseconds in one."""
+    """Of what a profiler saw of so many steps, each kernel's launches and microseconds in one: how
+    long it ran, and what it `adds` to all others, for one may begin while another runs."""
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    adds = added_us(spans)
     return [
         {
             "name": event.key[:80],
             "launches": round(event.count / steps, 2),
             "us": round(event.self_device_time_total / steps, 2),
+            "adds_us": round(adds.get(event.key, 0.0) / steps, 2),
         }
         for event in events
         if event.self_device_time_total
     ]
+
+
+def added_us(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """By how much those of each name end later than all that ended before.
+
+    Of spans [start, end] that begin and end in one order, as kernels of a stream do, that is
+    together the time in which any ran.
+    """
+    added: dict[str, float] = defaultdict(float)
+    last = -math.inf
+    for name, start, end in sorted(spans, key=lambda span: span[2]):
+        added[name] += end - max(last, start)
+        last = max(last, end)
+    return added
 
 
 @lru_cache

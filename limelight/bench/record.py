@@ -138,7 +138,7 @@ def _kernel_table(kernels: list[dict[str, object]]) -> "Table":
     """What `--breakdown` found: the kernels of a step, by time."""
     from rich.table import Table
 
-    table = Table("kernel", "launches", "us")
+    table = Table("kernel", "launches", "us", "adds us")
     for kernel in kernels:
         table.add_row(*map(str, kernel.values()))
     return table

@@ -17,6 +17,7 @@ from limelight.cache.groups import CacheGroups, GroupSpec
 from limelight.cache.storage import BlockShape
 from limelight.config import EngineConfig
 from limelight.models.loader import Model
+from limelight.models.unpacked import unpacked_numbers
 from limelight.ops.fp4 import FP4, Weight
 
 GIB = 2**30
@@ -57,6 +58,20 @@ def weight_kinds(outline: Model) -> list[WeightKind]:
     return [
         WeightKind(kind, *counts[kind], format=", ".join(sorted(formats[kind]))) for kind in counts
     ]
+
+
+# Projections are kept unpacked too if that takes no more than this share of a GPU's memory.
+MOST_UNPACKED = 1 / 32
+UNPACKED = "attention, unpacked"
+
+
+def unpacked_kinds(outline: Model, device: torch.device, dtype: torch.dtype) -> list[WeightKind]:
+    """What is kept of NVFP4 projections beside them: one kind, or none."""
+    numbers = unpacked_numbers(outline)
+    nbytes = dtype.itemsize * numbers
+    if device.type != "cuda" or not 0 < nbytes <= MOST_UNPACKED * device_memory(device)[1]:
+        return []
+    return [WeightKind(UNPACKED, 0, nbytes, format=str(dtype).removeprefix("torch."))]
 
 
 def format_of(weight: Weight) -> str:
@@ -115,6 +130,10 @@ class MemoryPlan:
     def with_blocks(self, num_blocks: int) -> "MemoryPlan":
         """The same plan with a cache of that many blocks."""
         return replace(self, num_blocks=num_blocks)
+
+    @property
+    def keeps_unpacked(self) -> bool:
+        return any(kind.name == UNPACKED for kind in self.kinds)
 
     @property
     def weights(self) -> int:

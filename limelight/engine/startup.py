@@ -31,7 +31,13 @@ from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
 from limelight.engine.lora import adapter_kinds, make_room, start_adapters
-from limelight.engine.memory import MemoryPlan, cache_bytes, device_memory, weight_kinds
+from limelight.engine.memory import (
+    MemoryPlan,
+    cache_bytes,
+    device_memory,
+    unpacked_kinds,
+    weight_kinds,
+)
 from limelight.engine.peers import Circle, Peers
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.routing import Routing
@@ -50,6 +56,7 @@ from limelight.models.loader import (
     packed_names,
     read_config,
 )
+from limelight.models.unpacked import keep_unpacked
 from limelight.ops.paging import FP8
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
@@ -161,7 +168,8 @@ def plan_memory(
     place = Placement(mesh, dtype, device, outline=True, packed=found.packed, experts=experts)
     room = make_room(config, dtype)
     outline = build(found.architecture, model, replace(place, adapters=room))
-    kinds, drafter = weight_kinds(outline) + adapter_kinds(room), found.drafter
+    kinds = weight_kinds(outline) + unpacked_kinds(outline, device, dtype) + adapter_kinds(room)
+    drafter = found.drafter
     if drafter is not None:
         kinds.append(drafter_kind(drafter, outline, place))
     groups = plan_groups(model.windows, drafter.shape.windows if drafter else None)
@@ -298,6 +306,8 @@ def _load_runner(
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
+    if plan.keeps_unpacked:
+        keep_unpacked(model, found.dtype)
     return ModelRunner(
         model,
         KVStorage(plan.groups, plan.block, plan.num_blocks, found.device, scales_L2=scales_L2),

@@ -456,7 +456,7 @@ FEW = {4096: 5, 2**31: 12}
 FEW_FP4 = {4096: 5, 2**31: 8}
 # Rows of weight a program, columns at a time and warps; by the most columns.
 GATE_UP: dict[int, Tile] = {
-    4096: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8},
+    4096: {"BLOCK_F": 8, "CHUNK": 512, "num_warps": 8},
     2**31: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 8, "maxnreg": 128},
 }
 # By the most rows, then by columns: the shared expert's programs have sums for each row.
@@ -470,7 +470,7 @@ GATE_UP_FP4: dict[int, dict[int, Tile]] = {
 # By the most columns of the down matrices of all experts of a row together.
 DOWN: dict[int, Tile] = {
     3072: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 4},
-    2**31: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 8, "maxnreg": 128},
+    2**31: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 8, "maxnreg": 96},
 }
 DOWN_FP4: dict[int, Tile] = {
     3072: {"BLOCK_D": 16, "CHUNK": 512, "num_warps": 8, "maxnreg": 80},

@@ -335,9 +335,10 @@ FULL = {
     2**31: Tile(64, 8, 8),
 }
 WINDOW = {
-    8: Tile(32, 31, 1, apart=True),
-    64: Tile(32, 15, 2, apart=True),
-    2**31: Tile(64, 1, 1),
+    8: Tile(64, 15, 1, apart=True),
+    64: Tile(64, 8, 1),
+    256: Tile(32, 4, 2),
+    2**31: Tile(32, 1, 1, stages=4),
 }
 # Twice the keys of FP8 would be as many bytes at once, but half as many programs fit on a
 # multiprocessor, and making FP8 wider takes many of them: more stages instead.

@@ -6,8 +6,8 @@ tensor is kept for each row, so that matrices with different ones can lie in one
 six significant bits: it is exact in BF16 and in FP16. The row's scale is applied in FP32 to the
 sum of a product, never to a weight.
 
-`product` multiplies up to FUSED_ROWS rows with weights that it decodes in registers; for more, it
-unpacks the weight and torch multiplies.
+`product` multiplies up to FUSED_ROWS rows with weights that it decodes in registers; for more, and
+of a weight that is kept unpacked for any number, torch multiplies unpacked ones.
 """
 
 from dataclasses import dataclass
@@ -31,11 +31,13 @@ class FP4:
     """Matrices [..., N, K] of NVFP4 weights.
 
     `codes` uint8 [..., N, K / 2], `scales` float8_e4m3fn [..., N, K / 16], `rows` FP32 [..., N].
+    `values`, where there is memory for them: code * scale [N, K] in the type of activations.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     rows: torch.Tensor
+    values: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -557,7 +559,8 @@ def product(
     outputs = len(weight) if fp32 is None else len(weight) // 2
     y_TN = torch.empty(len(x_TF), outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     if len(x_TF):
-        (_decoding if len(x_TF) <= FUSED_ROWS else _unpacking)(x_TF, weight, y_TN, fp32)
+        decodes = len(x_TF) <= FUSED_ROWS and weight.values is None
+        (_decoding if decodes else _unpacking)(x_TF, weight, y_TN, fp32)
     return y_TN
 
 
@@ -583,7 +586,9 @@ def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | 
 
 
 def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
-    held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
+    held_NF = weight.values
+    if held_NF is None:
+        held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
     step = max(SUMS_BYTES // (4 * len(weight)) // 128 * 128, 128)
     for x_XF, y_XN in zip(x_TF.split(step), y_TN.split(step), strict=True):
         sums_XN = torch.mm(x_XF, held_NF.T, out_dtype=torch.float32)

@@ -311,6 +311,7 @@ def _multiply(*tile: int) -> Tile:
 # Rows of a block, tile of gate and up (BLOCK_N of each), tile of down; by the most pairs of an
 # expert on average.
 TILES = {
+    1: (16, _stream(32, 256, 4, 3), _stream(128, 128, 4, 3)),
     8: (16, _stream(32, 128, 4, 4), _stream(128, 128, 4, 3)),
     48: (64, _multiply(64, 64, 4, 4), _multiply(128, 64, 4, 3)),
     2**31: (128, _multiply(128, 64, 8, 4), _multiply(256, 64, 8, 3)),

@@ -364,15 +364,15 @@ DTYPES = (torch.bfloat16,)
 # Up to so many pairs of an expert on average: with more, blocks of 64 rows decode less often.
 MOST_EACH = 8
 Tile = dict[str, int]
-# Tiles of gate and up, and of down, by the most pairs. Few of them have no second program ready
-# wherever one waits: smaller ones, with all the registers that they like.
+# Tiles of gate and up, and of down, by the most pairs: the best ones within a whole step, which are
+# not the best alone.
 TILES: dict[int, tuple[Tile, Tile]] = {
-    64: (
-        {"BLOCK_N": 128, "TIMES": 1, "AHEAD": 2, "num_warps": 4, "maxnreg": 160},
-        {"BLOCK_N": 64, "TIMES": 1, "AHEAD": 2, "num_warps": 4},
+    256: (
+        {"BLOCK_N": 64, "TIMES": 1, "AHEAD": 4, "num_warps": 4, "maxnreg": 128},
+        {"BLOCK_N": 64, "TIMES": 1, "AHEAD": 4, "num_warps": 4},
     ),
     2**31: (
-        {"BLOCK_N": 128, "TIMES": 1, "AHEAD": 2, "num_warps": 4, "maxnreg": 128},
+        {"BLOCK_N": 128, "TIMES": 1, "AHEAD": 2, "num_warps": 4, "maxnreg": 160},
         {"BLOCK_N": 64, "TIMES": 2, "AHEAD": 2, "num_warps": 4},
     ),
 }

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from limelight.models.layers import Targets
+from limelight.models.unpacked import keep_unpacked, kept_unpacked
 from limelight.ops.fp4 import FP4, Weight
-from limelight.orders import KV_CACHE
+from limelight.orders import KV_CACHE, WEIGHTS
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
 
@@ -92,6 +93,8 @@ class Residence:
                 away[-1].bring_back()
                 away.pop()
             self.away.pop(tag, None)
+            if tag == WEIGHTS and (kept := kept_unpacked(self.runner.model)):
+                keep_unpacked(self.runner.model, kept[0].dtype)
         if self._had_graphs and not self.away:
             self.runner.capture(Progress(quiet=True))
             self._had_graphs = False
@@ -107,6 +110,8 @@ class Residence:
         for name, target in self.runner.model.targets.items():
             is_kept = keep_all or name.endswith(self.kept_names)
             (stays if is_kept else goes).extend(storages(target.into))
+        # Made anew when the weights are back.
+        goes += (held_NK.untyped_storage() for held_NK in kept_unpacked(self.runner.model))
         return [*((one, True) for one in stays), *((one, False) for one in goes)]
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from limelight.bench.floor import added_us
 from limelight.bench.profiled import attention, visible
 
 
@@ -26,3 +27,9 @@ def test_launches_that_are_no_whole_steps_are_refused():
         attention([1.0] * 5, [None, 2], channels=64, lengths=[9])
     with pytest.raises(ValueError, match="0 launches"):
         attention([], [None, 2], channels=64, lengths=[9])
+
+
+def test_what_kernels_add_is_the_time_in_which_any_ran():
+    spans = [("a", 0.0, 4.0), ("b", 1.0, 6.0), ("a", 6.5, 7.0), ("c", 2.0, 6.25)]
+    assert added_us(spans) == {"a": 4.5, "b": 2.0, "c": 0.25}
+    assert sum(added_us(spans).values()) == 6.75

@@ -1,0 +1,53 @@
+"""NVFP4 projections that a GPU keeps unpacked too.
+
+Few rows meet a weight as it is stored; where more do, decoding it costs more than reading four
+times the bytes, and unpacking it anew in each step more than either. The projections of attention
+are few enough to be kept both ways. What both hold is the same, to the bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from limelight.models.layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
+from limelight.ops.fp4 import FP4, unpack
+from limelight.ops.lora import Adapted, without_adapters
+
+
+def packed_projections(model: nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
+    """Those that are NVFP4, of the layers' attention."""
+    inner = {one for mlp in model.modules() if isinstance(mlp, SwiGLU) for one in mlp.modules()}
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module not in inner:
+            weight = without_adapters(module.weight)
+            if isinstance(weight, FP4):
+                yield module
+
+
+def unpacked_numbers(model: nn.Module) -> int:
+    """How many numbers they have; the model may be an outline."""
+    shapes = [module.weight.shape for module in packed_projections(model)]
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def keep_unpacked(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep them unpacked in `dtype`; those that are kept already are made anew where they lie."""
+    for module in packed_projections(model):
+        held = module.weight
+        weight = without_adapters(held)
+        assert isinstance(weight, FP4)
+        values_NK = unpack(weight.codes, weight.scales, dtype=dtype)
+        if weight.values is not None:
+            weight.values.copy_(values_NK)
+            continue
+        kept = replace(weight, values=values_NK)
+        module.weight = replace(held, base=kept) if isinstance(held, Adapted) else kept
+
+
+def kept_unpacked(model: nn.Module) -> list[torch.Tensor]:
+    """The values of those that are kept."""
+    weights = [without_adapters(module.weight) for module in packed_projections(model)]
+    values = [weight.values for weight in weights if isinstance(weight, FP4)]
+    return [held_NK for held_NK in values if held_NK is not None]

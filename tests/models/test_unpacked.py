@@ -1,0 +1,52 @@
+"""What is kept of NVFP4 projections beside them."""
+
+import torch
+
+from limelight.engine import memory
+from limelight.engine.llm import LLM
+from limelight.models.unpacked import keep_unpacked, kept_unpacked, packed_projections
+from limelight.ops.fp4 import unpack
+from limelight.runner.residence import Residence
+
+PROMPT = "How much is 12 + 30?"
+
+
+def opened(**flags) -> LLM:
+    return LLM("flint-nano-nvfp4", max_model_len=256, **flags)
+
+
+def test_projections_of_attention_are_kept_bit_for_bit():
+    runner = opened().engine.runner
+    assert not kept_unpacked(runner.model)
+    keep_unpacked(runner.model, torch.float32)
+    modules = list(packed_projections(runner.model))
+    assert len(modules) == 2 * runner.model.config.num_layers == len(kept_unpacked(runner.model))
+    for module in modules:
+        weight = module.weight
+        assert torch.equal(
+            weight.values, unpack.reference(weight.codes, weight.scales, dtype=torch.float32)
+        )
+
+
+def test_they_leave_with_the_weights_and_are_made_anew():
+    runner = opened().engine.runner
+    keep_unpacked(runner.model, torch.float32)
+    before = [held_NK.clone() for held_NK in kept_unpacked(runner.model)]
+    residence = Residence(runner, kept_names=())
+    residence.release(["weights"], keeps_weights=True, keeps_cache=False)
+    assert all(one.untyped_storage().nbytes() == 0 for one in kept_unpacked(runner.model))
+    residence.restore(["weights"])
+    for held_NK, was_NK in zip(kept_unpacked(runner.model), before, strict=True):
+        assert torch.equal(held_NK, was_NK)
+
+
+def test_a_gpu_keeps_them_if_they_take_little_of_its_memory(monkeypatch):
+    model, gpu = opened().engine.runner.model, torch.device("cuda")
+    numbers = sum(
+        module.weight.shape[0] * module.weight.shape[1] for module in packed_projections(model)
+    )
+    for total, kept in ((64 * numbers, True), (64 * numbers - 1, False)):
+        monkeypatch.setattr(memory, "device_memory", lambda device, total=total: (total, total))
+        kinds = memory.unpacked_kinds(model, gpu, torch.bfloat16)
+        assert [kind.nbytes for kind in kinds] == [2 * numbers] * kept
+    assert memory.unpacked_kinds(model, torch.device("cpu"), torch.bfloat16) == []
