@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -74,7 +74,8 @@ def compiling(
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     try:
-        with process.stdin as into:
+        # If it has ended already, `follow` will tell.
+        with suppress(OSError), process.stdin as into:
             into.write(msgspec.json.encode(asked))
         words = process.stdout
         yield lambda progress: follow(words, progress, mark)
@@ -132,7 +133,8 @@ def follow(words: IO[bytes], progress: Progress, mark: Path) -> None:
     if fault is not None or done < total:
         fault = fault or f"{total - done} of {total} were left"
         logger.warning("some kernels are compiled when they are met, which takes longer: %s", fault)
-    else:
+        return
+    with suppress(OSError):  # without it the next start looks again
         mark.touch()
 
 

@@ -82,7 +82,7 @@ def test_a_start_goes_on_with_a_warning_where_not_all_is_compiled(given, why, tm
 def asked(flint, monkeypatch, tmp_path):
     """The arguments of `compiling` for a GPU, whose process is a program `says`."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = EngineConfig(model=str(flint), device="cpu")
     plan = plan_memory(config, resolve(config))
 
@@ -103,6 +103,13 @@ def test_a_second_start_of_the_same_kind_has_nothing_to_compile(asked, tmp_path)
     with asked("raise SystemExit(3)") as wait:
         wait(second)
     assert not second.told
+
+
+def test_a_process_that_ends_at_once_is_told_and_no_fault(asked, caplog):
+    with asked("raise SystemExit(3)") as wait:
+        time.sleep(0.3)
+        wait(Progress(quiet=True))
+    assert "has ended" in caplog.text
 
 
 def test_a_start_that_fails_meanwhile_leaves_no_compilers_behind(asked, tmp_path):
