@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from limelight.config import EngineConfig
-from limelight.engine.memory import MemoryPlan, device_memory
+from limelight.engine.memory import CGROUP, MemoryPlan, device_memory
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
@@ -151,9 +151,14 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def processes() -> int:
-    """How many can compile at once: one a core, as far as memory goes."""
+    """How many can compile at once: one a core that this process may use, as far as memory goes."""
     free, _ = device_memory(torch.device("cpu"))
-    return max(1, min(len(os.sched_getaffinity(0)), free // BYTES_OF_A_COMPILER))
+    cores = len(os.sched_getaffinity(0))
+    limit = CGROUP / "cpu.max"
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "1")
+    if quota != "max":
+        cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, min(cores, free // BYTES_OF_A_COMPILER))
 
 
 def main() -> int:
@@ -164,7 +169,8 @@ def main() -> int:
     out = os.dup(1)
     # Whatever a library prints must not come among the words.
     os.dup2(2, 1)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s: %(message)s")
+    # What there is to say of the config the start says itself.
+    logging.basicConfig(level=logging.ERROR, format="%(asctime)s %(levelname)s: %(message)s")
 
     def tell(word: Word) -> None:
         # One write, so that the workers' lines stay whole.

@@ -134,6 +134,21 @@ def test_starts_that_differ_in_what_kernels_depend_on_have_marks_of_their_own(fl
     assert len(marks) == 4 and mark_of(Rehearsal(config, 64, 90)) in marks
 
 
+@pytest.mark.parametrize(
+    ("quota", "free", "count"),
+    [("max 100000", 2**36, 6), ("250000 100000", 2**36, 3), ("max 100000", 2**31, 2), (None, 1, 1)],
+)
+def test_as_many_compile_at_once_as_cores_and_memory_allow(
+    quota, free, count, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr(compiling, "device_memory", lambda device: (free, free))
+    monkeypatch.setattr(compiling, "CGROUP", tmp_path)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert compiling.processes() == count
+
+
 @pytest.mark.gpu
 def test_a_cold_start_compiles_nothing_but_what_was_compiled_ahead(tmp_path):
     file = tmp_path / "startup.json"
