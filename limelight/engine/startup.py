@@ -48,7 +48,7 @@ from limelight.models.loader import (
     packed_names,
     read_config,
 )
-from limelight.ops.ahead import compilations
+from limelight.ops.ahead import compilations, settle_keys
 from limelight.ops.paging import FP8
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
@@ -273,6 +273,7 @@ def start_runner(
         loaded = load_models(config, found, place, progress)
         wait(progress)
     compiled()
+    settle_keys()
     with compilations() as missed:
         made = make_ready(config, found, plan, loaded, progress, grammars)
     logger.debug("%d kernels were compiled when they were met: %s", len(missed), missed)

@@ -5,11 +5,39 @@ process, but a fork has them already.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from limelight.ops.absent import AbsentDriver, Launch, replaced
+
+
+def settle_keys() -> None:
+    """Give the kernels of all loaded modules the keys that they have in every process.
+
+    Triton puts constants of the functions that a kernel calls into its key only if these have keys
+    already, so it would depend on what was launched before. Here callers come after what they call.
+    """
+    from triton.runtime.jit import JITCallable
+
+    settled: set[int] = set()
+
+    def settle(function: Any) -> None:
+        if id(function) in settled:
+            return
+        settled.add(id(function))
+        called = function.fn.__globals__
+        for name in function.fn.__code__.co_names:
+            if isinstance(called.get(name), JITCallable):
+                settle(called[name])
+        _ = function.cache_key
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{__package__}."):
+            for value in list(vars(module).values()):
+                if isinstance(value, JITCallable):
+                    settle(value)
 
 
 def compile_launch(launch: Launch) -> Any:
@@ -31,6 +59,7 @@ def make_stub(compiled: Any) -> None:
 def compile_all(launches: Sequence[Launch], each: Callable[[Launch], None], processes: int) -> None:
     """Call `each` for every launch, in so many processes, in order; one that dies takes its own
     launch along."""
+    settle_keys()
     fork = multiprocessing.get_context("fork")
     following = fork.Value("i", 0)
 
