@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from limelight import SamplingParams, StructuredOutputsParams, __version__
-from limelight.bench import decode, ops, prefill, serve, spec
+from limelight.bench import decode, ops, prefill, serve, spec, startup
 from limelight.checkpoint import BUNDLED_PARSERS
 from limelight.config import PARSERS, EngineConfig, ServerConfig, check_parsers
 from limelight.flags import (
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
 # A bundled model has its parsers unless one of these is given.
 READING = ("reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
-BENCHES = {"decode": decode, "prefill": prefill, "serve": serve, "spec": spec, "ops": ops}
+BENCHES = {
+    "decode": decode, "prefill": prefill, "serve": serve, "spec": spec, "ops": ops,
+    "startup": startup,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,11 @@ SHOWN = {
     "spec": (
         "batch", "drafts", "tokens_per_s", "speedup", "tpot_ms", "acceptance_length",
         "verified_per_step", "forward_ms", "draft_ms", "drafting_share",
-    )
+    ),
+    "startup": (
+        "startup_s", "imports_s", "weights_s", "compiling_s", "warm_up_s", "graphs_s", "timing_s",
+        "first_request_s", "other_s", "kernels_met",
+    ),
 }  # fmt: skip
 
 

@@ -73,11 +73,16 @@ def find_drafter(config: SpeculativeConfig, *, kv_cache_dtype: str) -> FoundDraf
     return FoundDrafter(folder, shape, config, count)
 
 
+def outline_drafter(found: FoundDrafter, target: Model, place: Placement) -> DFlash2:
+    """Shapes and types alone; `ValueError` if it is no drafter of this target."""
+    found.shape.check_target(target.config)
+    place = replace(place, mesh=place.mesh.without_peers(), targets={}, outline=True)
+    return DFlash2(found.shape, place, Ends(target.embed, target.head))
+
+
 def drafter_kind(found: FoundDrafter, target: Model, place: Placement) -> WeightKind:
     """What its weights take, from shapes alone."""
-    found.shape.check_target(target.config)
-    place = replace(place, targets={}, outline=True)
-    model = DFlash2(found.shape, place, Ends(target.embed, target.head))
+    model = outline_drafter(found, target, place)
     weights = [one.into for one in model.targets.values()]
     return WeightKind(
         "drafter",
@@ -87,20 +92,21 @@ def drafter_kind(found: FoundDrafter, target: Model, place: Placement) -> Weight
     )
 
 
-def install_drafter(
-    runner: ModelRunner,
+def load_found_drafter(
     found: FoundDrafter,
     place: Placement,
-    *,
+    target: Model,
     dummy_seed: int | None,
     progress: Progress,
-) -> None:
-    """Load a drafter, and let the runner draft by it."""
+) -> DFlash2:
+    """The same with its weights, or random ones where there is a seed."""
     # Behind its sublayers come convolutions, not norms.
     place = replace(place, mesh=place.mesh.without_peers())
-    model = load_drafter(
-        found.folder, place, runner.model, dummy_seed=dummy_seed, progress=progress
-    )
+    return load_drafter(found.folder, place, target, dummy_seed=dummy_seed, progress=progress)
+
+
+def install_drafter(runner: ModelRunner, found: FoundDrafter, model: DFlash2) -> None:
+    """Let the runner draft by it."""
     runner.draft_by(
         model,
         num_drafts=found.num_drafts,

@@ -12,16 +12,15 @@ import torch
 
 from limelight.cache.blocks import BlockPool
 from limelight.cache.groups import CacheGroups, plan_groups
-from limelight.cache.storage import BlockShape, KVStorage, routed_shape
+from limelight.cache.storage import BlockShape, routed_shape
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine.compiling import compiling
 from limelight.engine.control import Control
 from limelight.engine.drafters import (
     FoundDrafter,
     drafter_kind,
     find_drafter,
-    install_drafter,
-    start_drafting,
 )
 from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
@@ -39,10 +38,11 @@ from limelight.engine.memory import (
     weight_kinds,
 )
 from limelight.engine.peers import Circle, Peers
+from limelight.engine.pipes import Told
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
+from limelight.engine.ready import load_models, make_ready
 from limelight.engine.routing import Routing
 from limelight.engine.scheduler import Scheduler
-from limelight.engine.warm_up import warm_up
 from limelight.engine.work_space import work_space
 from limelight.models.beam import BeamConfig
 from limelight.models.config import stop_tokens
@@ -50,13 +50,11 @@ from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import (
     build,
-    cache_scales,
     find_tensors,
-    load_model,
     packed_names,
     read_config,
 )
-from limelight.models.unpacked import keep_unpacked
+from limelight.ops.ahead import compilations, settle_keys
 from limelight.ops.paging import FP8
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
@@ -263,12 +261,14 @@ def start_runner(
     grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
     *,
     experts: ExpertMesh | None = None,
+    compiled: Callable[[], object] = lambda: None,
 ) -> tuple[ModelRunner, Drafting | None]:
     """This rank's part of the model, loaded and warm, and what decides about drafts.
 
-    All ranks run the same steps here, in the same order.
+    All ranks run the same steps here, in the same order, once kernels are compiled: of this rank 0
+    tells the others by `compiled`, in which they wait for it.
     """
-    device, drafter = found.device, found.drafter
+    device = found.device
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
         torch.set_num_threads(1)
     elif device.type == "cpu" and mesh.size > 1:
@@ -276,50 +276,15 @@ def start_runner(
         cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // mesh.size))
     place = Placement(mesh, found.dtype, device, experts=experts)
-    runner = _load_runner(config, found, plan, place, progress, grammars)
-    if drafter is not None:
-        dummy_seed = config.seed if drafter.config.load_format == "dummy" else None
-        install_drafter(runner, drafter, place, dummy_seed=dummy_seed, progress=progress)
-    warm_up(runner, plan, progress, drafter)
-    if device.type == "cuda" and not config.enforce_eager:
-        runner.capture(progress)
-    if drafter is None:
-        return runner, None
-    return runner, start_drafting(runner, drafter, plan, progress)
-
-
-def _load_runner(
-    config: EngineConfig,
-    found: Resolved,
-    plan: MemoryPlan,
-    place: Placement,
-    progress: Progress,
-    grammars: Mapping[str, "xgrammar.CompiledGrammar"],
-) -> ModelRunner:
-    scales_L2 = cache_scales(found.stored or [], found.shape.num_layers)
-    room = make_room(config, found.dtype)
-    model = load_model(
-        found.weights,
-        replace(place, adapters=room),
-        config_folder=found.config,
-        stored=found.stored,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        progress=progress,
-    )
-    if plan.keeps_unpacked:
-        keep_unpacked(model, found.dtype)
-    return ModelRunner(
-        model,
-        KVStorage(plan.groups, plan.block, plan.num_blocks, found.device, scales_L2=scales_L2),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        eos_token_ids=found.ends,
-        grammars=grammars,
-        logprobs_mode=config.logprobs_mode,
-        batch_invariant=config.batch_invariant,
-        room=room,
-    )
+    with compiling(config, plan, mesh, device, experts) as wait:
+        loaded = load_models(config, found, place, progress)
+        wait(progress)
+    compiled()
+    settle_keys()
+    with compilations() as missed:
+        made = make_ready(config, found, plan, loaded, progress, grammars)
+    logger.debug("%d kernels were compiled when they were met: %s", len(missed), missed)
+    return made
 
 
 def _start(
@@ -339,8 +304,9 @@ def _start(
     device, ends = found.device, found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(
-        config, found, plan, mesh, progress, grammars.of_request, experts=experts
-    )
+        config, found, plan, mesh, progress, grammars.of_request, experts=experts,
+        compiled=lambda: None if ranks is None else ranks.send(Told()),
+    )  # fmt: skip
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
     devices = all_devices(config, runner, ranks)
     adapters = start_adapters(config, devices)

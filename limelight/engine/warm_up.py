@@ -40,7 +40,7 @@ def warm_up(
     with progress.phase("warming up", len(steps)) as advance:
         for grants in steps:
             for admissions, drafts in product(admitted, kinds):
-                runner.execute(StepPlan(admissions, grants, drafts=drafts))
+                runner.execute(StepPlan(admissions[: len(grants)], grants, drafts=drafts))
             advance(1)
     if runner.device.type == "cuda":
         _warm_pieces(runner, plan)
@@ -76,11 +76,11 @@ def _warm_drafts(
         for count in sorted({1, most}):
             grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]
             runner.pretend(length)
-            runner.execute(StepPlan(admissions, grants, drafts=True))
+            runner.execute(StepPlan(admissions[:count], grants, drafts=True))
         if plan.max_num_seqs > 1 and (prompt := min(plan.chunk - 1 - drafts, longest)) > 0:
             beside = [grants[0], Grant(1, 0, prompt, tables, True)]
             runner.pretend(length)
-            runner.execute(StepPlan(admissions, beside, drafts=True))
+            runner.execute(StepPlan(admissions[:2], beside, drafts=True))
 
 
 def _warm_steps(plan: MemoryPlan, longest: int, *, on_gpu: bool) -> list[list[Grant]]:

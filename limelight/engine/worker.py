@@ -69,7 +69,9 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
     )  # fmt: skip
     plan = plan.with_blocks(agreed.num_blocks)
     experts = joined(experts, mesh)
-    runner, _ = start_runner(config, found, plan, mesh, Progress(quiet=True), experts=experts)
+    runner, _ = start_runner(
+        config, found, plan, mesh, Progress(quiet=True), experts=experts, compiled=messages.get
+    )
     devices = device_control(config, runner)
     words.send(Word(is_ready=True))
     decoder = msgspec.msgpack.Decoder(Told)

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import tiny
@@ -72,3 +73,13 @@ def test_dummy_weights_are_not_compared(folder, capsys):
     argv = ["bench", "decode", folder, "--compare", "transformers", "--load-format", "dummy"]
     assert cli.main(argv) == 2
     assert "real weights" in capsys.readouterr().err
+
+
+def test_a_start_is_told_by_its_phases_which_add_up_to_it(folder, tmp_path):
+    (row,) = bench(tmp_path, "startup", folder, "--context", "9", "--cold")
+    seconds = {name: row[name]["median"] for name in row if name.endswith("_s")}
+    whole = seconds.pop("startup_s")
+    assert {"imports_s", "weights_s", "warm_up_s", "first_request_s", "other_s"} == set(seconds)
+    assert sum(seconds.values()) == pytest.approx(whole, rel=0.01)
+    assert row["cold"] and row["kernels_met"] == 0  # a CPU has none
+    assert "TRITON_CACHE_DIR" not in os.environ

@@ -277,7 +277,7 @@ def test_a_rank_that_is_unlike_the_others_is_named(folder, monkeypatch, change, 
 
 
 @pytest.mark.parametrize(
-    "where", ["limelight.parallel.group as s", "limelight.engine.startup as s"],
+    "where", ["limelight.parallel.group as s", "limelight.engine.ready as s"],
     ids=["before it joins", "while it loads"],
 )  # fmt: skip
 def test_a_rank_that_ends_at_its_start_ends_the_whole_start(folder, monkeypatch, where):

@@ -12,9 +12,9 @@ To have your kernels compiled, define in `tests/ops/test_<op>_kernel.py`
 
 `test_compile.py` finds the function by its name. `meta` makes a tensor without memory (BF16 unless
 told otherwise), so shapes can be those of the real models; the launcher gets nothing else, so it
-must not read values or ask the device. Every launch is compiled for capability 90, the first of
-each kernel for all of `CAPABILITIES`, with `PDL` and stages as they would be there. Launches that
-specialize alike are compiled once. `decode` says that none of the kernels may spill.
+must not read values. Cases are called on GPUs that are not there. Every launch is compiled for
+capability 90, the first of each kernel for all of `CAPABILITIES`. Launches that specialize alike
+are compiled once. `decode` says that none of the kernels may spill.
 
 By hand, from the root of the project, with registers, stack bytes and shared memory of each:
 
@@ -23,7 +23,6 @@ By hand, from the root of the project, with registers, stack bytes and shared me
 
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -35,7 +34,8 @@ from pathlib import Path
 
 import torch
 
-from limelight.ops import ROOMY, fewer_stages
+from limelight.ops.absent import Launch, absent_gpu, recorded_launches
+from limelight.ops.ahead import compile_all, compile_launch
 
 # Bytes of shared memory that a program may have there.
 CAPABILITIES = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -57,97 +57,43 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """What a launcher handed to a kernel."""
+class Job:
+    """A launch to compile, and the first case that made it, or the first that decodes."""
 
-    case: str
-    decode: bool
-    kernel: object
-    args: tuple
-    options: dict
-
-    @property
-    def key(self) -> str:
-        named = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.options}
-        fixed = {p.name for p in self.kernel.params if p.is_constexpr} | set(self.options)
-        return f"{self.kernel.__name__} {[_kind(v, k in fixed) for k, v in named.items()]}"
+    case: Case
+    launch: Launch
 
 
-def _kind(value: object, fixed: bool) -> str:
-    """What of an argument decides the code that is made."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.storage_offset() * value.element_size() % 16 == 0}"
-    if isinstance(value, int) and not isinstance(value, bool) and not fixed:
-        return f"{value == 1} {value % 16 == 0} {value > 2**31 - 1}"
-    return repr(value)
-
-
-class AbsentGpu:
-    """A driver of Triton's for GPUs that are not there; its device numbers are capabilities."""
-
-    def __init__(self):
-        self.capability = MAIN
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-
-def record(cases: list[Case]) -> list[Launch]:
+def record(cases: list[Case], capability: int) -> list[Job]:
     """The launches of all cases, each kind once."""
-    from triton.runtime.jit import JITFunction
-
-    launches: dict[str, Launch] = {}
-    run = JITFunction.run
+    found: dict[tuple[object, str], Job] = {}
     for case in cases:
-
-        def note(kernel, *args, grid, warmup, case=case, **options):
-            assert not callable(grid) and 0 not in grid, f"{case.name}: grid {grid}"
-            launch = Launch(case.name, case.decode, kernel, args, options)
-            old = launches.get(launch.key)
-            if old is None or case.decode and not old.decode:
-                launches[launch.key] = launch
-
-        JITFunction.run = note
-        try:
+        with absent_gpu(capability), recorded_launches() as launches:
             case.call()
-        finally:
-            JITFunction.run = run
-    return list(launches.values())
+        for launch in launches:
+            assert not callable(launch.grid) and 0 not in launch.grid, case.name
+            key = launch.kernel, launch.key
+            if key not in found or case.decode and not found[key].case.decode:
+                found[key] = Job(case, launch)
+    return list(found.values())
 
 
-def build(launch: Launch, capability: int) -> dict:
+def build(job: Job) -> dict:
     """Compile one launch: its name and what it needs, or its error."""
-    from triton.runtime.driver import driver
-
-    driver.active.capability = capability
-    options = dict(launch.options)
-    options.pop("launch_pdl", None)
-    if "PDL" in options:
-        options["PDL"] = capability >= 90
-        options |= {"launch_pdl": True} if capability >= 90 else {}
-    if capability // 10 not in ROOMY and "num_stages" in options:
-        options["num_stages"] = fewer_stages(options["num_stages"])
+    launch = job.launch
     result = {
-        "case": launch.case,
+        "case": job.case.name,
         "kernel": launch.kernel.__name__,
-        "capability": capability,
-        "decode": launch.decode,
+        "capability": launch.capability,
+        "decode": job.case.decode,
     }
     try:
-        made = launch.kernel.run(*launch.args, grid=(1, 1, 1), warmup=True, **options)
+        made = compile_launch(launch)
     except Exception as error:  # whatever the compiler objects to is the result
         cause = error.__cause__ or error
         return result | {"error": f"{type(cause).__name__}: {cause}"[:2000]}
     usage = resource_usage(made.asm["cubin"])
-    if made.metadata.shared > CAPABILITIES[capability]:
+    if made.metadata.shared > CAPABILITIES[launch.capability]:
         result["error"] = f"{made.metadata.shared} bytes of shared memory"
     result |= usage | {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
     return result | {"sums": sums(made.asm.get("ttgir", ""))}
@@ -175,37 +121,27 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"]}
 
 
-def jobs_of(cases: list[Case]) -> list[tuple[Launch, int]]:
+def jobs_of(cases: list[Case]) -> list[Job]:
     """Every launch for `MAIN`; the first of each kernel for the other capabilities."""
-    launches = record(cases)
-    first = {launch.kernel.__name__: launch for launch in reversed(launches)}
-    others = [(launch, c) for launch in first.values() for c in CAPABILITIES if c != MAIN]
-    return [(launch, MAIN) for launch in launches] + others
+    jobs = record(cases, MAIN)
+    for capability in CAPABILITIES:
+        if capability != MAIN:
+            recorded = reversed(record(cases, capability))
+            jobs += {job.launch.kernel.__name__: job for job in recorded}.values()
+    return jobs
 
 
 def main(module: str, word: str = "") -> None:
     """Print what each kernel of the module's cases needs, a JSON object a line."""
-    from triton.runtime.driver import driver
-
-    driver.set_active(AbsentGpu())
     cases = importlib.import_module(module).compile_cases()
-    jobs = jobs_of([case for case in cases if word in case.name])
+    jobs = {id(job.launch): job for job in jobs_of([case for case in cases if word in case.name])}
 
-    def work(start: int, step: int) -> None:
-        for job in jobs[start::step]:
-            # One write, so that the workers' lines stay whole.
-            sys.stdout.write(json.dumps(build(*job)) + "\n")
-            sys.stdout.flush()
+    def work(launch: Launch) -> None:
+        # One write, so that the workers' lines stay whole.
+        sys.stdout.write(json.dumps(build(jobs[id(launch)])) + "\n")
+        sys.stdout.flush()
 
-    # Kernels cannot be sent to a process; a fork has them already.
-    fork, count = multiprocessing.get_context("fork"), min(os.cpu_count() or 1, 8)
-    workers = [fork.Process(target=work, args=(i, count)) for i in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        sys.exit("a worker died")
+    compile_all([job.launch for job in jobs.values()], work, min(os.cpu_count() or 1, 8))
     print(json.dumps({"jobs": len(jobs)}))
 
 

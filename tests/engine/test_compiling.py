@@ -1,0 +1,160 @@
+"""Kernels are compiled before a start needs them, and a start goes on where they are not."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from limelight.config import EngineConfig
+from limelight.engine import compiling
+from limelight.engine.compiling import Word, follow, mark_of
+from limelight.engine.rehearsal import Rehearsal
+from limelight.engine.startup import plan_memory, resolve
+from limelight.parallel.mesh import Mesh
+from limelight.progress import Progress
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def rehearsed(folder, cache, *names):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, HERE / "rehearsed.py", folder, *names],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_a_rehearsal_had_compiled_is_in_the_cache_for_the_start(flint, tmp_path):
+    found = rehearsed(flint, tmp_path, "_rotation_kernel", "_embed_kernel")
+    assert found["fault"] is None
+    assert found["chosen"] >= 2 and found["here"] == []
+    # Layers that are alike launch the same.
+    assert set(found["kinds"]) == set(found["every"]) and len(found["every"]) > 50
+
+
+def words(*given):
+    return io.BytesIO(b"".join(msgspec.json.encode(word) + b"\n" for word in given))
+
+
+class Shares(Progress):
+    """Collects how much of each phase is done."""
+
+    def __init__(self):
+        self.told = []
+        super().__init__(lambda phase, share: self.told.append((phase, share)), quiet=True)
+
+
+def test_the_progress_of_compilers_is_shown_and_a_mark_is_left_once_all_is_there(tmp_path):
+    progress, mark = Shares(), tmp_path / "mark"
+    follow(words(Word(total=2), Word(done=1), Word(done=1)), progress, mark)
+    assert progress.told == [("compiling kernels", share) for share in (0.0, 0.5, 1.0, 1.0)]
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], "the process for them has ended"),
+        ([Word(total=2), Word(done=1)], "1 of 2 were left"),
+        ([Word(total=2, fault="no such layer"), Word(done=1), Word(done=1)], "no such layer"),
+        ([Word(total=2), Word(done=1), Word(fault="_split: too large")], "_split: too large"),
+    ],
+    ids=["dead", "killed", "rehearsal", "compiler"],
+)
+def test_a_start_goes_on_with_a_warning_where_not_all_is_compiled(given, why, tmp_path, caplog):
+    follow(words(*given), Progress(quiet=True), tmp_path / "mark")
+    assert why in caplog.text and "when they are met" in caplog.text
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.fixture
+def asked(flint, monkeypatch, tmp_path):
+    """The arguments of `compiling` for a GPU, whose process is a program `says`."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = EngineConfig(model=str(flint), device="cpu")
+    plan = plan_memory(config, resolve(config))
+
+    def prepare(says):
+        monkeypatch.setattr(compiling, "PROGRAM", (sys.executable, "-c", says))
+        return compiling.compiling(config, plan, Mesh(), torch.device("cuda"))
+
+    return prepare
+
+
+def test_a_second_start_of_the_same_kind_has_nothing_to_compile(asked, tmp_path):
+    first, second = Shares(), Shares()
+    with asked(
+        "import sys; sys.stdin.read(); print('{\"total\":1}'); print('{\"done\":1}')"
+    ) as wait:
+        wait(first)
+    assert first.told and len(list(tmp_path.glob("limelight-*"))) == 1
+    with asked("raise SystemExit(3)") as wait:
+        wait(second)
+    assert not second.told
+
+
+def test_a_process_that_ends_at_once_is_told_and_no_fault(asked, caplog):
+    with asked("raise SystemExit(3)") as wait:
+        time.sleep(0.3)
+        wait(Progress(quiet=True))
+    assert "has ended" in caplog.text
+
+
+def test_a_start_that_fails_meanwhile_leaves_no_compilers_behind(asked, tmp_path):
+    says = f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(OSError, match="no weights"), asked(says):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        raise OSError("no weights")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_starts_that_differ_in_what_kernels_depend_on_have_marks_of_their_own(flint):
+    config = EngineConfig(model=str(flint))
+    marks = {
+        mark_of(one)
+        for one in (
+            Rehearsal(config, 64, 90), Rehearsal(config, 65, 90), Rehearsal(config, 64, 100),
+            Rehearsal(EngineConfig(model=str(flint), max_num_seqs=3), 64, 90),
+        )
+    }  # fmt: skip
+    assert len(marks) == 4 and mark_of(Rehearsal(config, 64, 90)) in marks
+
+
+@pytest.mark.parametrize(
+    ("quota", "free", "count"),
+    [("max 100000", 2**36, 6), ("250000 100000", 2**36, 3), ("max 100000", 2**31, 2), (None, 1, 1)],
+)
+def test_as_many_compile_at_once_as_cores_and_memory_allow(
+    quota, free, count, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr(compiling, "device_memory", lambda device: (free, free))
+    monkeypatch.setattr(compiling, "CGROUP", tmp_path)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert compiling.processes() == count
+
+
+@pytest.mark.gpu
+def test_a_cold_start_compiles_nothing_but_what_was_compiled_ahead(tmp_path):
+    file = tmp_path / "startup.json"
+    subprocess.run(
+        [sys.executable, "-m", "limelight", "bench", "startup", "flint-nano", "--cold",
+         "--json", file], check=True,
+    )  # fmt: skip
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["kernels_met"] == 0 and row["compiling_s"]["median"] > 0
