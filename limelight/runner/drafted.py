@@ -225,6 +225,8 @@ class DraftedSteps:
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
         offered, kept = _kept(None, grants), _kept(plan.trim, grants)
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        # Those with rules are judged anew.
+        own = [rule for rule in rules if rule.on_device]
         rows = sum(grant.num_tokens for grant in grants) - offered + kept
         return Extent(
             rows=rows,
@@ -237,8 +239,8 @@ class DraftedSteps:
                 max(g.start + g.num_tokens for g in grants) + self.drafter.num_drafts,
             ),
             trims=kept < offered,
-            greedy=all(rule.greedy for rule in rules),
-            cuts=any(rule.truncated for rule in rules),
+            greedy=all(rule.greedy for rule in own),
+            cuts=any(rule.truncated for rule in own),
             prompts=prompts_of(grants, rows),
         )
 

@@ -179,10 +179,11 @@ class ModelRunner:
         return launched
 
     def _draw(self, tensors: StepTensors, hidden_RD: torch.Tensor, rules: list[Rules]) -> Outcome:
-        cuts, whole = any(rule.truncated for rule in rules), not all(r.on_device for r in rules)
-        return draw(
-            self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=not (cuts or whole)
-        )
+        # The tokens of rows with rules are drawn anew.
+        own = [rule for rule in rules if rule.on_device]
+        cuts = any(rule.truncated for rule in own)
+        shares = not cuts and len(own) == len(rules)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=shares)
 
     def _launch_drafted(
         self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
