@@ -41,14 +41,14 @@ from limelight.ops import (
 )
 from limelight.ops.fp4 import FP4
 from limelight.runner.inputs import ON_DEVICE, StepTensors
-from limelight.runner.launched import Judged
+from limelight.runner.launched import Outcome
 from limelight.runner.runner import ModelRunner
 
 WARM_REPLAYS, REPLAYS = 5, 40
 LAUNCHED_STEPS, PLAIN_STEPS = 5, 1
 ENGINE_STEPS = 60
 Change = Callable[[], AbstractContextManager[None]]
-Step = Callable[[], Judged]
+Step = Callable[[], Outcome]
 
 # Operations whose references a graph can hold; those with a weight only while it is not NVFP4.
 CAPTURABLE: dict[str, op] = {
@@ -180,7 +180,7 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens_R = step().tokens_BQ[:, 0]
+        tokens_R = step().judged.tokens_BQ[:, 0]
     graph.replay()
     return graph, tokens_R
 
@@ -201,7 +201,7 @@ def turns(
 
 def launched(step: Step, base_tokens_R: torch.Tensor, steps: int) -> dict[str, object]:
     """The step without a graph: how long it takes, and how long the device works for it."""
-    tokens_R = step().tokens_BQ[:, 0]
+    tokens_R = step().judged.tokens_BQ[:, 0]
     same = (tokens_R == base_tokens_R).float().mean().item()
     times = floor.times_ms(step, steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -36,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser):
     flag("--rounds", type=int, default=1, help="rounds, contestants in turn (default: 1)")
     flag("--compare", choices=["transformers"], help="time its generate too, in turn")
     workload.add_slice_flag(parser)
+    flag("--logprobs", type=int, help="tell so many log-probabilities with each token")
     flag("--breakdown", action="store_true", help="also tell each kernel's share of the step")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")
 
@@ -54,7 +55,8 @@ def _rows(
 ) -> list[dict[str, object]]:
     engine, info = started.engine, started.info
     contestants = {"limelight": lambda prompts: time_decode(
-        engine, prompts, num_steps=args.num_tokens, max_model_len=info.max_model_len
+        engine, prompts, num_steps=args.num_tokens, max_model_len=info.max_model_len,
+        logprobs=args.logprobs,
     )}  # fmt: skip
     if args.compare:
         from limelight.bench.peer import Transformers
@@ -78,7 +80,10 @@ def _rows(
                 found[0] |= floor.figures(started, prompts, found[0]["step_ms"])
                 if args.breakdown:
                     found[0]["kernels"] = floor.kernels(started, prompts)
-            rows += [label | {"batch": batch, "context": context} | row for row in found]
+            where = {"batch": batch, "context": context}
+            if args.logprobs is not None:
+                where["logprobs"] = args.logprobs
+            rows += [label | where | row for row in found]
     return rows
 
 
@@ -130,8 +135,10 @@ def time_decode(
     num_steps: int,
     max_model_len: int,
     around: AbstractContextManager[object] | None = None,
+    logprobs: int | None = None,
 ) -> Decoded:
-    """Time `num_steps` steps in which all `prompts` decode at once, `around` about them all.
+    """Time `num_steps` steps in which all `prompts` decode at once, `around` about them all, each
+    token with so many `logprobs`.
 
     Raises `ValueError` if they cannot: too little cache for all, or too short a model.
     """
@@ -141,7 +148,8 @@ def time_decode(
             f"a context of {context} and {DROPPED_STEPS + num_steps} decode steps "
             f"do not fit the model's length of {max_model_len}"
         )
-    tokens = workload.submit(engine, prompts, max_tokens=max_model_len - context)
+    most = max_model_len - context
+    tokens = workload.submit(engine, prompts, max_tokens=most, logprobs=logprobs)
     try:
         while not all(tokens.values()):
             workload.collect(engine.step(), tokens)

@@ -3,6 +3,7 @@
 import argparse
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,14 +92,16 @@ def random_prompts(rng: random.Random, *, batch: int, context: int, vocab: int) 
     return [rng.choices(range(vocab), k=context) for _ in range(batch)]
 
 
-def submit(engine: Steps, prompts: list[list[int]], *, max_tokens: int) -> dict[str, list[int]]:
+def submit(
+    engine: Steps, prompts: list[list[int]], *, max_tokens: int, logprobs: int | None = None
+) -> dict[str, list[int]]:
     """Add a greedy request for each prompt; where the tokens of each are to be collected."""
     for index, prompt in enumerate(prompts):
         engine.add(
             Request(
                 id=f"bench-{index}",
                 prompt_token_ids=prompt,
-                params=GREEDY,
+                params=replace(GREEDY, logprobs=logprobs),
                 max_tokens=max_tokens,
                 seed=0,
                 arrival=time.monotonic(),

@@ -8,6 +8,7 @@ from limelight.engine.memory import MemoryPlan
 from limelight.ops.far import PIECE, QUERIES
 from limelight.ops.paging import FEW_QUERIES
 from limelight.progress import Progress
+from limelight.runner.logprobs import COUNTS
 from limelight.runner.runner import ModelRunner
 from limelight.steps import Grant, StepPlan
 from limelight.types import SamplingParams
@@ -44,6 +45,7 @@ def warm_up(
             advance(1)
     if runner.device.type == "cuda":
         _warm_pieces(runner, plan)
+        _warm_logprobs(runner, plan, longest)
     if drafter is not None and runner.device.type == "cuda":
         _warm_drafts(runner, drafter, plan, longest)
     runner.forget()
@@ -59,6 +61,16 @@ def _warm_pieces(runner: ModelRunner, plan: MemoryPlan) -> None:
             pretended.tables(plan, start + rows), pretended.admit(1, start + rows, params)
         )  # fmt: skip
         runner.execute(StepPlan(admissions, [Grant(0, start, rows, tables, True)]))
+
+
+def _warm_logprobs(runner: ModelRunner, plan: MemoryPlan, longest: int) -> None:
+    """Log-probabilities of every number of best tokens that has kernels of its own, with cut-offs
+    and without, of rows that are gathered from ranks and of those that are not."""
+    tables = pretended.tables(plan, longest)
+    for count, seqs, top_p in product(COUNTS, sorted({1, plan.max_num_seqs}), (0.9, 1.0)):
+        params = SamplingParams(temperature=1.0, top_p=top_p, logprobs=count)
+        grants = [Grant(slot, longest, 1, tables, True) for slot in range(seqs)]
+        runner.execute(StepPlan(pretended.admit(seqs, longest, params), grants))
 
 
 def _warm_drafts(

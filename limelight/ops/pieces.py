@@ -72,6 +72,17 @@ def logits_at(logits, row, v_X, stride, V, cap):
 
 
 @triton.jit
+def picked(logits, rows, at, stride):
+    """For kernels: logits whose row `at` is the one in `rows[at]`; and whether there is any."""
+    there = at >= 0
+    if rows is not None:
+        row = tl.load(rows + at)
+        there = row >= 0
+        logits += (row - at) * stride
+    return logits, there
+
+
+@triton.jit
 def best_of(z_V, axis: tl.constexpr):
     """The largest number, NaN if one is NaN, and its first index."""
     bad_V = z_V != z_V
@@ -118,8 +129,8 @@ def sequence_of(starts, row, sequences, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def _pieces_kernel(
-    logits, temperature, starts, piece_best, piece_at, piece_sum, stride, V, cap, greedy_below,
-    sequences, PIECE: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    logits, rows, temperature, starts, piece_best, piece_at, piece_sum, stride, V, cap,
+    greedy_below, sequences, PIECE: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One piece of one row; a greedy row has no use for the sum."""
     if PDL:
@@ -127,7 +138,8 @@ def _pieces_kernel(
         tl.extra.cuda.gdc_wait()
     row, piece = tl.program_id(0), tl.program_id(1)
     b = sequence_of(starts, row, sequences, SEQUENCES)
-    if b >= sequences:
+    logits, there = picked(logits, rows, row, stride)
+    if (b >= sequences) | ~there:
         return
     z_V = logits_at(logits, row, piece * PIECE + tl.arange(0, PIECE), stride, V, cap)
     best, at = best_of(z_V, 0)
@@ -253,7 +265,7 @@ def _keep(
 
 @triton.jit
 def _cut_kernel(
-    logits, temperature, starts, top_k, top_p, min_p, piece_best, piece_sum, cut_R, last_R,
+    logits, rows, temperature, starts, top_k, top_p, min_p, piece_best, piece_sum, cut_R, last_R,
     stride, V, cap, greedy_below, sequences, pieces,
     PIECES: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SEQUENCES: tl.constexpr, PDL: tl.constexpr,
@@ -264,7 +276,8 @@ def _cut_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     b = sequence_of(starts, row, sequences, SEQUENCES)
-    if b >= sequences:
+    logits, there = picked(logits, rows, row, stride)
+    if (b >= sequences) | ~there:
         return
     warmth, share = tl.load(temperature + b).to(tl.float32), tl.load(top_p + b).to(tl.float32)
     most = tl.maximum(tl.minimum(tl.load(top_k + b).to(tl.float32), V), 1.0).to(tl.int32)
@@ -312,14 +325,20 @@ def launch(
     cap: float | None = None,
     starts_B: torch.Tensor | None = None,
     cuts: Cuts | None = None,
+    rows_R: torch.Tensor | None = None,
 ) -> Pieces:
     """The pieces of rows that are a sequence each, or packed from `starts_B` on.
 
-    Without temperatures there are no sums. Rows behind the last sequence are not looked at.
+    Without temperatures there are no sums. Rows behind the last sequence are not looked at. With
+    `rows_R`, int64, row r is that one of the logits, or none: -1.
     """
     rows, vocabulary = logits_RV.shape
+    if rows_R is not None:
+        assert rows_R.dtype == torch.int64 and rows_R.is_contiguous()
+        rows = len(rows_R)
     assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and vocabulary > 0
     sequences = rows if starts_B is None else len(starts_B) - 1
+    bound, block = bounds_of(sequences, packed=starts_B is not None)
     per_B = (*(() if cuts is None else cuts.arguments), temperature_B)
     assert all(x is None or x.shape == (sequences,) and x.is_contiguous() for x in per_B)
     pieces, device = count_of(vocabulary), logits_RV.device
@@ -327,21 +346,21 @@ def launch(
         torch.empty(rows, pieces, dtype=dtype, device=device)
         for dtype in (torch.float32, torch.int32, torch.float64)
     )
-    shape = (logits_RV.stride(0), vocabulary, cap, greedy_below, sequences)
-    known = {"SEQUENCES": next_power_of_2(max(sequences, 1)), "PIECE": PIECE}
+    shape = (logits_RV.stride(0), vocabulary, cap, greedy_below, bound)
+    known = {"SEQUENCES": block, "PIECE": PIECE}
     cut_R, last_R = None, None
     if cuts is not None:
         cut_R = torch.empty(rows, dtype=torch.float32, device=device)
         last_R = torch.empty(rows, dtype=torch.int32, device=device)
     if rows:
         _pieces_kernel[(rows, pieces)](
-            logits_RV, temperature_B, starts_B, best_RP, at_RP, sum_RP, *shape,
+            logits_RV, rows_R, temperature_B, starts_B, best_RP, at_RP, sum_RP, *shape,
             num_warps=4, **known, **pdl(logits_RV),
         )  # fmt: skip
     if rows and cuts is not None:
         _cut_kernel[(rows,)](
-            logits_RV, temperature_B, starts_B, *cuts.arguments, best_RP, sum_RP, cut_R, last_R,
-            *shape, pieces, PIECES=next_power_of_2(pieces), ROWS=TILE_ROWS,
+            logits_RV, rows_R, temperature_B, starts_B, *cuts.arguments, best_RP, sum_RP, cut_R,
+            last_R, *shape, pieces, PIECES=next_power_of_2(pieces), ROWS=TILE_ROWS,
             COLUMNS=TILE_COLUMNS, num_warps=8, **known, **pdl(logits_RV),
         )  # fmt: skip
     return Pieces(best_RP, at_RP, sum_RP, cut_R, last_R)
@@ -350,3 +369,9 @@ def launch(
 def count_of(vocabulary: int) -> int:
     """How many pieces a row has."""
     return cdiv(vocabulary, PIECE)
+
+
+def bounds_of(sequences: int, *, packed: bool) -> tuple[int, int]:
+    """For `sequence_of`: how many sequences there are, and a power of two that holds them. Rows
+    that are one each need no bound, so that one compiled kernel does for any number."""
+    return (sequences, next_power_of_2(max(sequences, 1))) if packed else (2**30, 1)

@@ -212,11 +212,12 @@ def draw(
     best_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     if rows:
         count = pieces.count_of(vocabulary)
+        bound, block = pieces.bounds_of(sequences, packed=places is not None)
         _rows_kernel[(rows,)](
             logits_RV, temperature_B, uniform_R, *packed, None if cuts is None else cuts.min_p_B,
             *made.arguments, token_R, best_R, last_tokens_S, slots_R,
-            logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, sequences, count,
-            SEQUENCES=next_power_of_2(max(sequences, 1)),
+            logits_RV.stride(0), vocabulary, cap, GREEDY_BELOW, bound, count,
+            SEQUENCES=block,
             PIECES=next_power_of_2(count), PIECE=PIECE, num_warps=4, **pdl(logits_RV),
         )  # fmt: skip
     return token_R, best_R

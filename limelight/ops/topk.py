@@ -2,6 +2,7 @@
 
 A logit and its place make one integer of 64 bits, whose order is that of the rule, so no two are
 equal. The first kernel takes the K best from each piece of a row, the second those of the pieces.
+Where more are wanted than a program can look for one by one, rows are sorted.
 """
 
 import torch
@@ -9,17 +10,22 @@ import triton
 import triton.language as tl
 
 from limelight.ops import cdiv, next_power_of_2, op, pdl
-from limelight.ops.pieces import PIECE
+from limelight.ops.pieces import PIECE, picked
 
 # Below the integers of all logits; those of NaN are above all others.
 LEAST = tl.constexpr(-(2**63))
 MOST_PLACE = tl.constexpr(2**32 - 1)
+MOST_BY_KERNEL, ROWS_SORTED_AT_ONCE = 32, 8
 
 
 def top_tokens_reference(
-    logits_TV: torch.Tensor, *, count: int
+    logits_TV: torch.Tensor, *, count: int, rows_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best of each row, FP32 [T, K], and their tokens, int64 [T, K]."""
+    """The `count` best of each row, FP32 [T, K], and their tokens, int64 [T, K].
+
+    With `rows_T`, int64, row t is that one of the logits; of -1 what is told means nothing.
+    """
+    logits_TV = logits_TV if rows_T is None else logits_TV[rows_T]
     # -0 is 0, and one NaN is as good as another.
     clean_TV = torch.where(logits_TV == 0, 0.0, logits_TV)
     bits_TV = clean_TV.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
@@ -45,7 +51,7 @@ def _best_keys(key_X, K: tl.constexpr, KB: tl.constexpr):
 
 @triton.jit
 def _piece_keys_kernel(
-    logits, keys, stride, V, K: tl.constexpr, KB: tl.constexpr, PIECE: tl.constexpr,
+    logits, rows, keys, stride, V, K: tl.constexpr, KB: tl.constexpr, PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The best keys of one piece of a row."""
@@ -53,6 +59,9 @@ def _piece_keys_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, piece, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, KB)
+    logits, there = picked(logits, rows, row, stride)
+    if not there:
+        return
     v = piece * PIECE + tl.arange(0, PIECE)
     z_V = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf"))
     bad_V = z_V != z_V
@@ -66,7 +75,7 @@ def _piece_keys_kernel(
 
 @triton.jit
 def _row_keys_kernel(
-    logits, keys, best, ids, stride, size,
+    logits, rows, keys, best, ids, stride, size,
     K: tl.constexpr, KB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of the keys of a row's pieces, and the logits they are of."""
@@ -74,6 +83,9 @@ def _row_keys_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, x, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, KB)
+    logits, there = picked(logits, rows, row, stride)
+    if not there:
+        return
     key_X = tl.load(keys + row * size + x, mask=x < size, other=LEAST)
     id_K = MOST_PLACE - (_best_keys(key_X, K, KB) & MOST_PLACE)
     tl.store(ids + row * K + k, id_K, mask=k < K)
@@ -81,10 +93,31 @@ def _row_keys_kernel(
     tl.store(best + row * K + k, best_K, mask=k < K)
 
 
-def _launch_top_tokens(logits_TV: torch.Tensor, *, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted(
+    logits_TV: torch.Tensor, count: int, rows_T: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = []
+    rows = len(logits_TV if rows_T is None else rows_T)
+    for at in range(0, rows, ROWS_SORTED_AT_ONCE):
+        here = slice(at, at + ROWS_SORTED_AT_ONCE)
+        some_TV = logits_TV[here] if rows_T is None else logits_TV[rows_T[here]]
+        found = some_TV.sort(dim=1, descending=True, stable=True)
+        parts.append((found.values[:, :count].clone(), found.indices[:, :count].clone()))
+    best, ids = zip(*parts, strict=True)
+    return torch.cat(best), torch.cat(ids)
+
+
+def _launch_top_tokens(
+    logits_TV: torch.Tensor, *, count: int, rows_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, vocabulary), device = logits_TV.shape, logits_TV.device
     assert logits_TV.dtype == torch.float32 and logits_TV.stride(1) == 1
     assert 0 < count <= vocabulary
+    if rows_T is not None:
+        assert rows_T.dtype == torch.int64 and rows_T.is_contiguous()
+        rows = len(rows_T)
+    if rows and count > MOST_BY_KERNEL:
+        return _sorted(logits_TV, count, rows_T)
     pieces = cdiv(vocabulary, PIECE)
     keys_TPK = torch.empty(rows, pieces, count, dtype=torch.int64, device=device)
     best_TK = torch.empty(rows, count, dtype=torch.float32, device=device)
@@ -92,11 +125,12 @@ def _launch_top_tokens(logits_TV: torch.Tensor, *, count: int) -> tuple[torch.Te
     if rows:
         known = {"K": count, "KB": next_power_of_2(count), **pdl(logits_TV)}
         _piece_keys_kernel[(rows, pieces)](
-            logits_TV, keys_TPK, logits_TV.stride(0), vocabulary, PIECE=PIECE, num_warps=4, **known
-        )
+            logits_TV, rows_T, keys_TPK, logits_TV.stride(0), vocabulary, PIECE=PIECE,
+            num_warps=4, **known,
+        )  # fmt: skip
         size = pieces * count
         _row_keys_kernel[(rows,)](
-            logits_TV, keys_TPK, best_TK, ids_TK, logits_TV.stride(0), size,
+            logits_TV, rows_T, keys_TPK, best_TK, ids_TK, logits_TV.stride(0), size,
             BLOCK=next_power_of_2(size), num_warps=4, **known,
         )  # fmt: skip
     return best_TK, ids_TK

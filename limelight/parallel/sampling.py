@@ -5,11 +5,23 @@ other the best logit of each row, where it is, and the weight of their share; fr
 whose share holds the row's number, and that rank finds the token within it.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from limelight.ops.sample import GREEDY_BELOW, mass, sample
+from limelight.ops.standing import standing
+from limelight.ops.topk import top_tokens
 from limelight.parallel.collectives import all_reduce, stacked
 from limelight.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of the vocabulary that a rank has, from token `first` on."""
+
+    mesh: Mesh
+    first: int
 
 
 def sample_shares(
@@ -45,3 +57,38 @@ def sample_shares(
     token_R = torch.where(temperature_R >= GREEDY_BELOW, drawn_R, greedy_R)
     into[0].index_copy_(0, into[1], token_R)
     return token_R, top_R.float()
+
+
+def standing_in_shares(
+    logits_RS: torch.Tensor,
+    rows_X: torch.Tensor,
+    tokens_X: torch.Tensor,
+    temperature_X: torch.Tensor,
+    share: Share,
+) -> torch.Tensor:
+    """As `ops.standing.standing` without cut-offs, of tokens in these rows, on every rank."""
+    own_X = tokens_X - share.first
+    held_X = (own_X >= 0) & (own_X < logits_RS.shape[1])
+    logit_X = logits_RS[rows_X, own_X.clamp(0, logits_RS.shape[1] - 1)]
+    logit_NX = stacked(torch.where(held_X, logit_X, float("-inf")), share.mesh)
+    figures_5X = standing(logits_RS, rows_X, logit_NX.amax(dim=0), temperature_X)
+    logit_NX, best_NX, weight_NX, larger_NX, left_NX = stacked(figures_5X, share.mesh).unbind(1)
+    best_X = best_NX.amax(dim=0)
+    scale_NX = torch.exp((best_NX - best_X) / temperature_X.double())
+    # A share without a finite logit has no weight.
+    weight_NX = torch.where(best_NX == float("-inf"), 0.0, weight_NX * scale_NX)
+    sums = (x_NX.sum(dim=0) for x_NX in (weight_NX, larger_NX, left_NX))
+    return torch.stack((logit_NX[0], best_X, *sums))
+
+
+def top_tokens_of_shares(
+    logits_RS: torch.Tensor, rows_X: torch.Tensor, share: Share, *, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `ops.topk.top_tokens` of these rows, on every rank."""
+    best_XK, ids_XK = top_tokens(logits_RS, count=min(count, logits_RS.shape[1]), rows_T=rows_X)
+    best_NXK, ids_NXK = (stacked(x, share.mesh) for x in (best_XK, ids_XK + share.first))
+    # Ranks hold the vocabulary in its order, so the first of equal logits stays first.
+    best_XM, ids_XM = (x.transpose(0, 1).flatten(1) for x in (best_NXK, ids_NXK))
+    found = best_XM.sort(dim=1, descending=True, stable=True)
+    at_XK = found.indices[:, :count]
+    return found.values[:, :count].contiguous(), ids_XM.gather(1, at_XK)

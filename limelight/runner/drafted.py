@@ -32,9 +32,10 @@ from limelight.runner.inputs import (
     lay_out,
     prompts_of,
 )
-from limelight.runner.launched import Judged, Launched, Stopwatch
+from limelight.runner.launched import Judged, Launched, Outcome, PackedRows, Stopwatch
 from limelight.runner.sampler import Sampler
-from limelight.runner.verifier import Offer, Verifier
+from limelight.runner.transfers import sent
+from limelight.runner.verifier import Verifier, offers_of
 from limelight.steps import Grant, StepPlan, Trim
 
 # Above so many rows a step takes so long that a graph gains nothing.
@@ -89,13 +90,13 @@ class DraftedSteps:
         )  # fmt: skip
         self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.graphs: Graphs[DraftedTensors, Judged] | None = None
-        self.prompt_graphs: Graphs[DraftedTensors, Judged] | None = None
+        self.graphs: Graphs[DraftedTensors, Outcome] | None = None
+        self.prompt_graphs: Graphs[DraftedTensors, Outcome] | None = None
         self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
 
     def capture(
         self, progress: Progress, limit: Callable[[int], int]
-    ) -> Graphs[DraftedTensors, Judged]:
+    ) -> Graphs[DraftedTensors, Outcome]:
         """Make graphs of steps, and of the passes of the drafter; one of them. `limit` says how
         many of so many rows a graph of the model can have."""
         most = self.max_num_seqs * (1 + self.drafter.num_drafts)
@@ -104,13 +105,13 @@ class DraftedSteps:
             lambda tensors: self._step(tensors, self.extent_with_prompts(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_with_prompts(rows), {}),
             prompt_sizes(limit(self.max_num_batched_tokens)), progress,
-            name="graphs of drafts beside prompts", adapters=self.adapters,
+            name="graphs of drafts beside prompts", adapters=self.adapters, lend=Outcome.lent,
         )  # fmt: skip
         self.graphs = Graphs(
             lambda tensors: self._step(tensors, self.extent_of_graph(len(tensors.tokens_T))),
             lambda rows: self._send(None, [], self.extent_of_graph(rows), {}),
             graph_sizes(limit(most)), progress, name="graphs of steps", beside=self.prompt_graphs,
-            adapters=self.adapters,
+            adapters=self.adapters, lend=Outcome.lent,
         )  # fmt: skip
         self.pass_graphs = Graphs(
             self._pass, lambda count: self._send_pass([], count),
@@ -141,7 +142,7 @@ class DraftedSteps:
             mixed=min(1 + self.drafter.num_drafts, FEW_QUERIES),
         )  # fmt: skip
 
-    def _step(self, tensors: DraftedTensors, extent: Extent) -> Judged:
+    def _step(self, tensors: DraftedTensors, extent: Extent) -> Outcome:
         """A step all on the device."""
         _, logits_RV, rows = self.run(tensors, extent)
         return self.judge(logits_RV, rows, tensors, extent)
@@ -187,22 +188,29 @@ class DraftedSteps:
     ) -> torch.Tensor:
         """The target's part of a step; the hidden states, of no rows where a graph kept them."""
         grants, trim = launched.order, launched.plan.trim
-        rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
-        on_device = all(rule.on_device for rule in rules)
-        if on_device and not hidden and (found := self._graph_of(extent)) is not None:
+        found = None if hidden else self._graph_of(extent)
+        hidden_TD = self.drafter.scores_SNK.new_empty(0)
+        if found is not None:
             graphs, of_graph = found
-            self._send(trim, grants, of_graph, known)
-            launched.judged = graphs.replay(of_graph.rows)
-            return self.drafter.scores_SNK.new_empty(0)
-        tensors = self._send(trim, grants, extent, known)
-        hidden_TD, logits_RV, rows = self.run(tensors, extent)
-        if on_device and rules:
-            launched.judged = self.judge(logits_RV, rows, tensors, extent)
+            tensors = self._send(trim, grants, of_graph, known)
+            outcome = graphs.replay(of_graph.rows)
         else:
-            self._judge_by_rules(launched, logits_RV, rows, tensors)
+            tensors = self._send(trim, grants, extent, known)
+            hidden_TD, logits_RV, rows = self.run(tensors, extent)
+            if not len(logits_RV):  # no one has a next token
+                self.drafter.lengths_S[tensors.rows_B.long()] = rows.next_B.int()
+                return hidden_TD
+            outcome = self.judge(logits_RV, rows, tensors, extent)
+        rules = {
+            b: self.sampler.rules[grant.slot] for b, grant in enumerate(grants) if grant.samples
+        }
+        own = {b: rule for b, rule in rules.items() if rule.on_device}
+        launched.judged, launched.logprobs = outcome.judged, outcome.logprobs(own, self.sampler)
+        if asked := [b for b in rules if b not in own]:
+            self._judge_by_rules(launched, outcome, asked)
         return hidden_TD
 
-    def _graph_of(self, extent: Extent) -> tuple[Graphs[DraftedTensors, Judged], Extent] | None:
+    def _graph_of(self, extent: Extent) -> tuple[Graphs[DraftedTensors, Outcome], Extent] | None:
         """The graphs one of which holds such a step, and what that one is ready for."""
         decodes = extent.picks == extent.rows
         graphs = self.graphs if decodes else self.prompt_graphs
@@ -217,6 +225,8 @@ class DraftedSteps:
     def _extent(self, plan: StepPlan, grants: list[Grant]) -> Extent:
         offered, kept = _kept(None, grants), _kept(plan.trim, grants)
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
+        # Those with rules are judged anew.
+        own = [rule for rule in rules if rule.on_device]
         rows = sum(grant.num_tokens for grant in grants) - offered + kept
         return Extent(
             rows=rows,
@@ -229,8 +239,8 @@ class DraftedSteps:
                 max(g.start + g.num_tokens for g in grants) + self.drafter.num_drafts,
             ),
             trims=kept < offered,
-            greedy=all(rule.greedy for rule in rules),
-            cuts=any(rule.truncated for rule in rules),
+            greedy=all(rule.greedy for rule in own),
+            cuts=any(rule.truncated for rule in own),
             prompts=prompts_of(grants, rows),
         )
 
@@ -277,37 +287,27 @@ class DraftedSteps:
         to["trim_M"][:] = 0.0 if trim is None else [trim.slope, *trim.intercepts]
         return self.inputs.send(size)
 
-    def _judge_by_rules(
-        self,
-        launched: Launched,
-        logits_RV: torch.Tensor,
-        rows: Rows,
-        tensors: DraftedTensors,
-    ) -> None:
-        """As `judge`, where the host has to be asked; also where no one has a next token."""
-        rows_B = tensors.rows_B.long()
-        kept, starts = rows.kept_B.tolist(), rows.picked_starts_B.tolist()
-        positions = rows.next_B.tolist()
-        drafts = self.drafter.tokens_SN[rows_B].tolist()
-        members = [b for b, grant in enumerate(launched.order) if grant.samples]
-        if members and self.sampler.chooses:
-            offers = [
-                Offer(launched.order[b].slot, starts[b], drafts[b][: kept[b]], positions[b])
-                for b in members
-            ]
-            proposals, odds_BN = self.drafter.waiting(rows_B[members])
-            launched.runs = self.verifier.judge(logits_RV, offers, proposals, odds_BN)
-        runs = (launched.runs.get(grant.slot) for grant in launched.order)
-        ends = [(r.accepted, r.token_ids[-1]) if r and r.token_ids else (0, NOTHING) for r in runs]
-        if self.model.head.mesh.size > 1:
-            ends_B2 = torch.tensor(ends, device=self.device)
-            ends = from_first(ends_B2, self.model.head.mesh).tolist()
-        for b, (accepted, last) in enumerate(ends):
-            if last != NOTHING:
-                positions[b] += accepted
-                self.drafter.last_tokens_S[launched.order[b].slot] = last
-        lengths_B = torch.tensor(positions, dtype=torch.int32, device=self.device)
-        self.drafter.lengths_S.index_copy_(0, rows_B, lengths_B)
+    def _judge_by_rules(self, launched: Launched, outcome: Outcome, members: list[int]) -> None:
+        """As `judge`, anew, of some sequences, for which the host has to be asked."""
+        assert outcome.packed is not None
+        slots = [launched.order[b].slot for b in members]
+        slots_P, members_P = (sent(x, torch.int64, self.device) for x in (slots, members))
+        ends = [0] * 2 * len(slots)
+        if self.sampler.chooses:
+            drafts_PN = self.drafter.tokens_SN[slots_P].tolist()
+            offers, rows = offers_of(outcome.packed, members, slots, drafts_PN)
+            launched.runs = self.verifier.judge(
+                outcome.logits_RV, offers, *self.drafter.waiting(slots_P), rows=rows
+            )
+            runs = [launched.runs[slot] for slot in slots]
+            each = ((r.accepted, r.token_ids[-1]) if r.token_ids else (0, NOTHING) for r in runs)
+            ends = [x for end in each for x in end]
+        ends_P2 = sent(ends, torch.int64, self.device).view(-1, 2)
+        accepted_P, last_P = from_first(ends_P2, self.model.head.mesh).unbind(1)
+        next_P = outcome.packed.next_B[members_P]
+        self.drafter.lengths_S[slots_P] = (next_P + accepted_P).int()
+        last_P = torch.where(last_P == NOTHING, self.drafter.last_tokens_S[slots_P], last_P)
+        self.drafter.last_tokens_S[slots_P] = last_P
 
     def _draft(self, sampling: list[Grant]) -> torch.Tensor:
         """New drafts for these; their log odds."""
@@ -350,7 +350,7 @@ class DraftedSteps:
 
     def judge(
         self, logits_RV: torch.Tensor, rows: Rows, tensors: DraftedTensors, extent: Extent
-    ) -> Judged:
+    ) -> Outcome:
         """Which drafts stand by the logits alone, and where each sequence then stands."""
         drafter, rows_B = self.drafter, tensors.rows_B
         judged = (logits_RV, rows.picked_starts_B, drafter.tokens_SN)
@@ -368,7 +368,9 @@ class DraftedSteps:
                 *judged, drafter.odds_SN, tensors.seeds_B, rows.next_B, slots_B=rows_B
             )
         stand(drafter.lengths_S, drafter.last_tokens_S, rows_B, rows.next_B, verified)
-        return Judged(verified.tokens_BQ, verified.best_B, rows.kept_B, verified.accepted_B)
+        made = Judged(verified.tokens_BQ, verified.best_B, rows.kept_B, verified.accepted_B)
+        packed = PackedRows(rows.picked_starts_B, rows.next_B, rows.kept_B)
+        return Outcome(made, logits_RV, packed=packed)
 
     def _lay_rows(self, tensors: DraftedTensors, extent: Extent) -> Rows:
         drafter = self.drafter

@@ -30,6 +30,26 @@ def prompt_sizes(largest: int) -> list[int]:
     return sorted(size for size in sizes if size <= largest)
 
 
+class _Address:
+    """Where a tensor lies, in the form from which torch makes one that does not own its memory."""
+
+    def __init__(self, x: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "data": (x.data_ptr(), False),
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * x.element_size() for stride in x.stride()),
+            "typestr": "<f4",
+            "version": 2,
+        }
+
+
+def lent(x: torch.Tensor) -> torch.Tensor:
+    """An FP32 tensor of a graph without a hold on its memory, which the next capture in the same
+    pool may then have too: it holds from the graph's replay until that of another."""
+    assert x.dtype == torch.float32
+    return torch.as_tensor(_Address(x), device=x.device) if x.is_cuda else x
+
+
 class Graphs(Generic[Inputs, Outcome]):
     """One graph for each size; a smaller step is padded to the next.
 
@@ -46,11 +66,14 @@ class Graphs(Generic[Inputs, Outcome]):
         name: str = "graphs",
         beside: "Graphs[Any, Any] | None" = None,
         adapters: RowAdapters | None = None,
+        lend: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     ):
         """Capture `step` on the inputs of each size, filled with `padding`.
 
-        Their memory is that of the graphs `beside` them, which never run at the same time.
+        Their memory is that of the graphs `beside` them, which never run at the same time. `lend`
+        lets go of what an outcome need not hold on to.
         """
+        self.lend = lend
         self.sizes = sizes
         self.pool: Any = None if beside is None else beside.pool
         self.adapters = adapters
@@ -77,7 +100,8 @@ class Graphs(Generic[Inputs, Outcome]):
         graph = torch.cuda.CUDAGraph()
         # Other threads may ask the device meanwhile, as that of NCCL does.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.outcomes[key] = step(inputs)
+            outcome = step(inputs)
+        self.outcomes[key] = self.lend(outcome)
         self.pool = graph.pool()
         self.graphs[key] = graph
 

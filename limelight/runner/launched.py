@@ -3,13 +3,17 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 
 import torch
 
-from limelight.runner.logprobs import NOT_FINITE, is_finite
-from limelight.runner.sampler import NOT_NUMBERS, Run
+from limelight.ops.verify import NOTHING
+from limelight.parallel.sampling import Share
+from limelight.runner.graphs import lent
+from limelight.runner.logprobs import NOT_FINITE, Told, is_finite
+from limelight.runner.sampler import NOT_NUMBERS, Rules, Run, Sampler
+from limelight.runner.transfers import on_its_way, sent
 from limelight.steps import Grant, Sampled, StepPlan, StepResult, StepTimes
 from limelight.types import DeviceLost, TokenLogprobs
 
@@ -26,15 +30,6 @@ def device_faults(device: torch.device) -> Iterator[None]:
             except RuntimeError:
                 raise DeviceLost(str(error)) from error
         raise
-
-
-def on_its_way(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy for the host, there once what was launched before it has run."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,71 @@ class Judged:
         return [_run(*row) for row in zip(*rows, *drafts, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Where the rows of logits of sequences with drafts begin, one for each draft and one behind;
+    the first gives the token at `next_B`."""
+
+    starts_B: torch.Tensor
+    next_B: torch.Tensor
+    kept_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step leaves on the device: what was made of its logits, and those, which stay until
+    the next graph runs.
+
+    They are whole, or this rank's `share` of them. Row b is that of sequence b, or they are packed.
+    """
+
+    judged: Judged
+    logits_RV: torch.Tensor
+    share: Share | None = None
+    packed: PackedRows | None = None
+
+    def lent(self) -> "Outcome":
+        """The same with logits in memory that another graph may use after this one."""
+        return replace(self, logits_RV=lent(self.logits_RV))
+
+    def logprobs(self, rules: dict[int, Rules], sampler: Sampler) -> "StepLogprobs | None":
+        """Those of the tokens of these sequences that tell any by their rules; None without."""
+        asked = {b: rule for b, rule in rules.items() if rule.reports}
+        if not asked or (self.share is None and not sampler.chooses):
+            return None
+        members_A = sent(list(asked), torch.int64, self.logits_RV.device)
+        tokens_AQ = self.judged.tokens_BQ[members_A]
+        places = tokens_AQ.shape[1]
+        firsts_A = members_A if self.packed is None else self.packed.starts_B[members_A]
+        rows_AQ = firsts_A[:, None] + torch.arange(places, device=members_A.device)
+        rows_AQ = torch.where(tokens_AQ == NOTHING, -1, rows_AQ)
+        each = [rule for rule in asked.values() for _ in range(places)]
+        rows_X, tokens_X = rows_AQ.flatten(), tokens_AQ.flatten()
+        told = sampler.tell(self.logits_RV, rows_X, tokens_X, each, self.share)
+        return StepLogprobs(list(asked), places, told)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of the first tokens, `places` at most, of some of a step's sequences."""
+
+    members: list[int]
+    places: int
+    told: Told
+
+    def on_its_way(self) -> "StepLogprobs":
+        return replace(self, told=self.told.on_its_way())
+
+    def join(self, runs: list[Run]) -> None:
+        """Give the runs of all sequences of the step what is told of theirs, once it is there."""
+        firsts = {b: a * self.places for a, b in enumerate(self.members)}
+        at = [first + i for b, first in firsts.items() for i in range(len(runs[b].token_ids))]
+        ids = [token_id for b in firsts for token_id in runs[b].token_ids]
+        reports = iter(self.told.reports(at, ids))
+        for b in firsts:
+            runs[b].tell(list(islice(reports, len(runs[b].token_ids))))
+
+
 def _run(tokens: list[int], best: float, kept: int, accepted: int) -> Run:
     """Without the last token if its logits are no numbers."""
     if best != best:
@@ -80,6 +140,7 @@ class Launched:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by slot
     runs: dict[int, Run] = field(default_factory=dict)  # by slot, where the host chose
     judged: Judged | None = None  # where the device did
+    logprobs: StepLogprobs | None = None  # of its tokens
     odds_PN: torch.Tensor | None = None  # of new drafts, for those of `order` that sample
     times: "Stopwatch | None" = None
     done: torch.cuda.Event | None = None
@@ -87,6 +148,7 @@ class Launched:
     def end(self) -> "Launched":
         """Nothing more is launched: what the device made is on its way to the host."""
         self.judged = None if self.judged is None else self.judged.on_its_way()
+        self.logprobs = None if self.logprobs is None else self.logprobs.on_its_way()
         self.odds_PN = None if self.odds_PN is None else on_its_way(self.odds_PN)
         waits = (self.judged, self.odds_PN, self.times) != (None, None, None)
         if waits and self.device.type == "cuda":
@@ -101,8 +163,11 @@ class Launched:
                 self.done.synchronize()
         sampling = [grant.slot for grant in self.order if grant.samples]
         if self.judged is not None:
-            runs = zip(self.order, self.judged.runs(len(self.order)), strict=True)
-            self.runs = {grant.slot: run for grant, run in runs if grant.samples}
+            made = self.judged.runs(len(self.order))
+            if self.logprobs is not None:
+                self.logprobs.join(made)
+            runs = zip(self.order, made, strict=True)
+            self.runs = {grant.slot: run for grant, run in runs if grant.samples} | self.runs
         odds = [None] * len(sampling) if self.odds_PN is None else self.odds_PN.tolist()
         odds_of = dict(zip(sampling, odds, strict=True))
         sampled = [self._sampled(grant, odds_of.get(grant.slot)) for grant in self.plan.grants]

@@ -5,65 +5,127 @@
                 top-k and top-p leave; a greedy row counts as temperature 1 without cut-offs
 
 Either may be told as logits instead. What is ruled out has -inf. Those of a prompt are raw always.
+The device finds where tokens stand in their rows (`ops/standing.py`), and the best of these, behind
+the step that chose them; the host makes numbers of that once it knows the tokens.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from limelight.ops.pieces import Cuts
-from limelight.ops.sample import GREEDY_BELOW, probabilities
-from limelight.types import LogprobsMode, TokenLogprobs
+from limelight.ops.standing import standing
+from limelight.ops.topk import top_tokens
+from limelight.parallel.sampling import Share, standing_in_shares, top_tokens_of_shares
+from limelight.runner.transfers import on_its_way, sent
+from limelight.types import TokenLogprobs
 
 NOT_FINITE = "the log-probability of a token is not a finite number"
+# How many of a row's best are looked for: at least as many as are asked for, by a kernel for each
+# of these counts. More are sorted.
+COUNTS = (1, 5, 20)
 
 
-def tempered(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, token_ids: list[int], cuts: Cuts | None
-) -> torch.Tensor:
-    """Processed logits [R, V] as each row's token was drawn by them; that token is never cut."""
-    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)
-    tempered_RV = logits_RV / warmth_R[:, None]
-    if cuts is None:
-        return tempered_RV
-    left_RV = probabilities(logits_RV, temperature_R, cuts) > 0
-    # What is too unlikely for FP32 has the probability 0, and is left where nothing cuts.
-    uncut_R = (cuts.top_k_B >= logits_RV.shape[1]) & (cuts.top_p_B >= 1) & (cuts.min_p_B <= 0)
-    left_RV |= (uncut_R | (temperature_R < GREEDY_BELOW))[:, None]
-    left_RV.scatter_(1, torch.tensor(token_ids, device=logits_RV.device)[:, None], True)
-    return tempered_RV.masked_fill(~left_RV, float("-inf"))
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of X tokens, what is told of each: how many of its row's best beside it, all -1, and of which
+    distribution; `warmths` are temperatures."""
+
+    counts: list[int]
+    warmths: list[float]
+    cuts: Cuts | None = None  # by token
+    as_logits: bool = False
 
 
-def as_told(logits_RV: torch.Tensor, mode: LogprobsMode) -> torch.Tensor:
-    """The numbers of a mode, from its raw or processed FP32 logits."""
-    return logits_RV if mode.endswith("logits") else torch.log_softmax(logits_RV, dim=-1)
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the log-probabilities of X tokens are made of."""
+
+    wanted: Wanted
+    figures_5X: torch.Tensor  # as `standing` has them
+    best_XK: torch.Tensor | None = None  # of each token's row
+    ids_XK: torch.Tensor | None = None
+
+    def on_its_way(self) -> "Told":
+        """The same for the host, there once the step has run."""
+        figures_5X = on_its_way(self.figures_5X)
+        if self.best_XK is None or self.ids_XK is None:
+            return replace(self, figures_5X=figures_5X)
+        return Told(self.wanted, figures_5X, on_its_way(self.best_XK), on_its_way(self.ids_XK))
+
+    def reports(self, at: Sequence[int], token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Of the tokens at these places: their values and ranks, and the best of their rows."""
+        logit, best, weight, larger, left = self.figures_5X.cpu().numpy()[:, at]
+        # As the device rounds them.
+        warmth = np.array(self.wanted.warmths, dtype=np.float32)[at].astype(np.float64)
+        # Numbers that are none are found by whoever asked.
+        with np.errstate(all="ignore"):
+            whole = 0.0 * best if self.wanted.as_logits else best / warmth + np.log(weight)
+            values = (logit / warmth - whole).astype(np.float32).tolist()
+            tops = self._tops(at, warmth, whole, left)
+        each = zip(token_ids, values, larger.tolist(), tops, strict=True)
+        return [TokenLogprobs(id_, value, 1 + int(n), top) for id_, value, n, top in each]
+
+    def _tops(
+        self, at: Sequence[int], warmth: np.ndarray, whole: np.ndarray, left: np.ndarray
+    ) -> list[list[tuple[int, float]]]:
+        if self.best_XK is None or self.ids_XK is None:
+            return [[] for _ in at]
+        values = self.best_XK.cpu().numpy()[at] / warmth[:, None] - whole[:, None]
+        # Cut-offs leave the first ones.
+        values[np.arange(values.shape[1]) >= left[:, None]] = -np.inf
+        rows = (self.ids_XK.cpu().numpy()[at].tolist(), values.astype(np.float32).tolist())
+        counts = [self.wanted.counts[x] for x in at]
+        return [
+            list(zip(ids, of_row, strict=True))[: None if count < 0 else count]
+            for ids, of_row, count in zip(*rows, counts, strict=True)
+        ]
 
 
-def reports(
-    values_RV: torch.Tensor, token_ids: list[int], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Value and rank of one token a row, and of the `counts[r]` largest (-1: all)."""
-    vocab_size = values_RV.shape[1]
-    wanted = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
-    chosen_R1 = values_RV.gather(1, torch.tensor(token_ids, device=values_RV.device)[:, None])
-    ranks = (values_RV > chosen_R1).sum(dim=-1).add_(1).tolist()
-    top = values_RV.topk(max(wanted), dim=-1)
-    rows = zip(
-        token_ids, chosen_R1[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(),
-        wanted, strict=True,
-    )  # fmt: skip
-    return [
-        TokenLogprobs(token_id, value, rank, list(zip(ids[:count], values[:count], strict=True)))
-        for token_id, value, rank, ids, values, count in rows
-    ]
+def tell(
+    logits_RV: torch.Tensor,
+    rows_X: torch.Tensor,
+    tokens_X: torch.Tensor,
+    wanted: Wanted,
+    *,
+    vocab_size: int,
+    share: Share | None = None,
+) -> Told:
+    """Of tokens [X] in rows of FP32 logits, both int64; of row -1 nothing can be told. With a
+    `share` of the vocabulary all its ranks do so together, and none may be cut off."""
+    warmth_X = sent(wanted.warmths, torch.float32, logits_RV.device)
+    most = _looked_for(wanted.counts, vocab_size)
+    if share is not None:
+        assert wanted.cuts is None
+        figures_5X = standing_in_shares(logits_RV, rows_X, tokens_X, warmth_X, share)
+        if not most:
+            return Told(wanted, figures_5X)
+        return Told(wanted, figures_5X, *top_tokens_of_shares(logits_RV, rows_X, share, count=most))
+    logit_X = logits_RV[rows_X, tokens_X]
+    figures_5X = standing(logits_RV, rows_X, logit_X, warmth_X, cuts=wanted.cuts)
+    if not most:
+        return Told(wanted, figures_5X)
+    return Told(wanted, figures_5X, *top_tokens(logits_RV, count=most, rows_T=rows_X))
+
+
+def _looked_for(counts: list[int], vocab_size: int) -> int:
+    """How many of each row's best are looked for."""
+    most = max((vocab_size if count < 0 else count for count in counts), default=0)
+    return min(next((count for count in (0, *COUNTS) if count >= most), most), vocab_size)
 
 
 def token_logprobs(
-    logits_RV: torch.Tensor, token_ids: list[int], counts: Sequence[int]
+    logits_RV: torch.Tensor, token_ids: list[int], count: int
 ) -> list[TokenLogprobs]:
-    """The raw log-probabilities of one token a row, from FP32 logits."""
-    return reports(torch.log_softmax(logits_RV, dim=-1), token_ids, counts)
+    """The raw log-probabilities of one token a row, from FP32 logits, and of the `count` best."""
+    rows, device = range(len(token_ids)), logits_RV.device
+    wanted = Wanted([count] * len(rows), [1.0] * len(rows))
+    rows_X, tokens_X = (sent(x, torch.int64, device) for x in (rows, token_ids))
+    told = tell(logits_RV, rows_X, tokens_X, wanted, vocab_size=logits_RV.shape[1])
+    return told.reports(rows, token_ids)
 
 
 def is_finite(report: TokenLogprobs) -> bool:

@@ -8,7 +8,7 @@ from limelight.steps import Grant
 from limelight.types import Request, TokenLogprobs
 
 # They need logits of every prompt token; this many rows exist at once.
-LOGIT_ROWS_AT_ONCE = 256
+LOGIT_ROWS_AT_ONCE = 128
 
 
 def tells_prompt(grant: Grant, request: Request) -> bool:
@@ -34,5 +34,5 @@ def prompt_logprobs(
         for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
             ids = following[at : at + LOGIT_ROWS_AT_ONCE]
             logits_RV = model.logits(hidden_TD[begin + at : begin + at + len(ids)])
-            rows += token_logprobs(logits_RV, ids, [wanted] * len(ids))
+            rows += token_logprobs(logits_RV, ids, wanted)
     return reports

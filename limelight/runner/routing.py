@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
-from limelight.runner.launched import device_faults, on_its_way
+from limelight.runner.launched import device_faults
+from limelight.runner.transfers import on_its_way
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,12 @@ from limelight.ops import batch_invariance
 from limelight.ops.noise import plain_uniform
 from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.synthetic import SyntheticOdds
-from limelight.parallel.collectives import from_first
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
 from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
-from limelight.runner.drawing import draw, draws_shares
+from limelight.runner.drawing import draw, draws_shares, finish
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     BlockTables,
@@ -36,9 +35,9 @@ from limelight.runner.inputs import (
     lay_out,
     prompts_of,
 )
-from limelight.runner.launched import Judged, Launched, Stopwatch, device_faults
+from limelight.runner.launched import Launched, Outcome, Stopwatch, device_faults
 from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
-from limelight.runner.sampler import NO_GRAMMARS, Run, Sampler
+from limelight.runner.sampler import NO_GRAMMARS, Rules, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request
 
@@ -92,9 +91,9 @@ class ModelRunner:
             logprobs_mode=logprobs_mode,
         )
         self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
-        self.graphs: Graphs[StepTensors, Judged] | None = None  # of one token a sequence
-        self.sharing_graphs: Graphs[StepTensors, Judged] | None = None  # without cut-offs
-        self.prompt_graphs: Graphs[StepTensors, Judged] | None = None
+        self.graphs: Graphs[StepTensors, Outcome] | None = None  # of one token a sequence
+        self.sharing_graphs: Graphs[StepTensors, Outcome] | None = None  # without cut-offs
+        self.prompt_graphs: Graphs[StepTensors, Outcome] | None = None
         self.drafted: DraftedSteps | None = None
         self.experts = DividedLayers(model, self.device)
 
@@ -166,33 +165,25 @@ class ModelRunner:
         sampling = [grant for grant in grants if grant.samples]
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         launched = Launched(plan, sampling, self.device)
-        on_device = all(rule.on_device for rule in rules)
-        if on_device and (replay := self._graph_of(plan, grants, sampling)) is not None:
-            judged = replay()
-            launched.judged = judged if sampling else None
-            return launched
-        tokens = sum(grant.num_tokens for grant in grants)
-        tensors = self._send((tokens, len(grants), len(sampling)), grants, sampling)
-        hidden_TD = self._forward(tensors, grants)
-        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
-        if not sampling:
-            return launched
-        hidden_RD = hidden_TD[tensors.samples_R]
-        if on_device:
-            cuts = any(rule.truncated for rule in rules)
-            launched.judged = draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
-            return launched
-        logits_RV = self.model.logits(hidden_RD)
-        slots = [grant.slot for grant in sampling]
-        runs = [Run([])] * len(slots)
-        if self.sampler.chooses:
-            positions = [grant.start + grant.num_tokens for grant in sampling]
-            runs = self.sampler.choose(logits_RV, slots, positions)
-        launched.runs = dict(zip(slots, runs, strict=True))
-        chosen = [run.token_ids[0] if run.token_ids else 0 for run in runs]
-        chosen_R = from_first(torch.tensor(chosen, device=self.device), self.mesh)
-        self.last_tokens[tensors.sample_slots_R] = chosen_R
+        if (replay := self._graph_of(plan, grants, sampling)) is not None:
+            outcome = replay()
+        else:
+            tensors = self._send((plan.num_tokens, len(grants), len(sampling)), grants, sampling)
+            hidden_TD = self._forward(tensors, grants)
+            requests = self._requests(grants)
+            launched.prompt_logprobs = prompt_logprobs(self.model, requests, hidden_TD)
+            if sampling:
+                outcome = self._draw(tensors, hidden_TD[tensors.samples_R], rules)
+        if sampling:
+            finish(launched, outcome, self.sampler, self.last_tokens, self.mesh)
         return launched
+
+    def _draw(self, tensors: StepTensors, hidden_RD: torch.Tensor, rules: list[Rules]) -> Outcome:
+        # The tokens of rows with rules are drawn anew.
+        own = [rule for rule in rules if rule.on_device]
+        cuts = any(rule.truncated for rule in own)
+        shares = not cuts and len(own) == len(rules)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=shares)
 
     def _launch_drafted(
         self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
@@ -215,20 +206,21 @@ class ModelRunner:
                 self.read, lambda rows: self._send(self._size_with_prompts(rows), [], []),
                 prompt_sizes(most(self.max_num_batched_tokens)), progress,
                 name="graphs of steps with prompts", beside=beside, adapters=self.adapters,
+                lend=Outcome.lent,
             )  # fmt: skip
             self.graphs = Graphs(
                 self.decode, lambda count: self._send((count,) * 3, [], []),
                 graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
-                adapters=self.adapters,
+                adapters=self.adapters, lend=Outcome.lent,
             )  # fmt: skip
             device, sizes = self.device, self.graphs.sizes
             sizes = [size for size in sizes if draws_shares(self.mesh, size, device)]
             if sizes:
                 self.sharing_graphs = Graphs(
-                    lambda tensors: self.decode(tensors, cuts=False),
+                    lambda tensors: self.decode(tensors, shares=True),
                     lambda count: self._send((count,) * 3, [], []),
                     sizes, progress, name="graphs without cut-offs", beside=self.graphs,
-                    adapters=self.adapters,
+                    adapters=self.adapters, lend=Outcome.lent,
                 )  # fmt: skip
 
     def forget_device(self) -> None:
@@ -267,18 +259,19 @@ class ModelRunner:
         self.sampler.rules.clear()
         self.experts.forget()
 
-    def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Judged:
+    def decode(self, tensors: StepTensors, *, shares: bool = False) -> Outcome:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
         hidden_RD = self._run(tensors, batch)
-        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
+        cuts = not shares
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=shares)
 
-    def read(self, tensors: StepTensors) -> Judged:
+    def read(self, tensors: StepTensors) -> Outcome:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
         hidden_RD = hidden_TD[tensors.samples_R]
-        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True, shares=False)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
@@ -303,9 +296,7 @@ class ModelRunner:
         """Whether a graph can hold a plan for sequences that are here, if it is large enough."""
         if self.graphs is None or plan.admissions or not plan.is_plain:
             return False
-        if not self._fits_a_graph(plan.grants):
-            return False
-        return all(self.sampler.rules[one.slot].on_device for one in plan.grants if one.samples)
+        return self._fits_a_graph(plan.grants)
 
     def graph_size(self, rows: int, *, decodes: bool) -> int | None:
         """The size of the graph for so many rows; None if there is none."""
@@ -314,7 +305,7 @@ class ModelRunner:
 
     def _graph_of(
         self, plan: StepPlan, grants: list[Grant], sampling: list[Grant]
-    ) -> Callable[[], Judged] | None:
+    ) -> Callable[[], Outcome] | None:
         """The replay of the graph that holds this step, for which all is sent; None without."""
         decodes, rows = plan.decodes, None
         if plan.together is not None:
@@ -335,12 +326,12 @@ class ModelRunner:
         prompts = prompts_of(grants, sum(grant.num_tokens for grant in grants))
         return not gains_nothing_by_a_graph(prompts, self.storage)
 
-    def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Judged] | None":
+    def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Outcome] | None":
         """Those of steps in which all decode."""
         sharing, rules = self.sharing_graphs, (self.sampler.rules[one.slot] for one in sampling)
-        if sharing is None or len(sampling) < sharing.sizes[0] or any(r.truncated for r in rules):
+        if sharing is None or len(sampling) < sharing.sizes[0]:
             return self.graphs
-        return sharing
+        return self.graphs if any(r.truncated or not r.on_device for r in rules) else sharing
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""

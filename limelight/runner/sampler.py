@@ -1,7 +1,8 @@
 """Logits -> tokens: constraints, bans, bias and penalties, temperature, min-p, top-k, top-p, seeds.
 
-A slot's rules are set when its sequence is admitted and hold nothing of the slot's former user.
-The random number of a token depends on its seed and position alone: not on slot, step, batch or
+Where the model's logits alone decide the device chooses (`drawing.py`), else it is done here. A
+slot's rules are set when its sequence is admitted and hold nothing of the slot's former user. The
+random number of a token depends on its seed and position alone: not on slot, step, batch or
 preemption.
 """
 
@@ -16,14 +17,17 @@ import torch
 from limelight.ops.noise import plain_uniform
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW, sample
+from limelight.parallel.sampling import Share
 from limelight.runner.grammar import Guide, Masks
-from limelight.runner.logprobs import NOT_FINITE, as_told, is_finite, reports, tempered
-from limelight.types import LogprobsMode, Request, TokenLogprobs
+from limelight.runner.logprobs import NOT_FINITE, Told, Wanted, is_finite, tell
+from limelight.runner.transfers import sent
+from limelight.types import LogprobsMode, Request, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     import xgrammar
 
 NOT_NUMBERS = "the model's logits are not numbers"
+UNCUT = SamplingParams()
 NO_GRAMMARS: "Mapping[str, xgrammar.CompiledGrammar]" = MappingProxyType({})
 
 
@@ -74,7 +78,7 @@ class Rules:
     @property
     def on_device(self) -> bool:
         """Whether the model's logits alone decide, so that the device can choose by itself."""
-        return self.stateless and not self.reports
+        return self.plain and not self.guided
 
     @property
     def reports(self) -> bool:
@@ -86,11 +90,6 @@ class Rules:
         """Whether one of some of the likeliest tokens is drawn."""
         params = self.request.params
         return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
-
-    @property
-    def stateless(self) -> bool:
-        """Whether what was output does not matter."""
-        return self.plain and not self.guided
 
     @property
     def is_refused(self) -> bool:
@@ -168,6 +167,15 @@ class Run:
     refused: str | None = None
     is_whole: bool = False
 
+    def tell(self, logprobs: list[TokenLogprobs]) -> None:
+        """Take over those of its tokens; it ends before the first that is not finite."""
+        for one in logprobs:
+            if not is_finite(one):
+                self.error = self.error or NOT_FINITE
+                del self.token_ids[len(self.logprobs) :]
+                return
+            self.logprobs.append(one)
+
 
 class Sampler:
     """Chooses the next token of each row by the rules of its slot.
@@ -230,34 +238,37 @@ class Sampler:
         ).to(self.device, torch.float32)
         return History(self._members(request.prompt_token_ids), counts_V)
 
-    def choose(self, logits_RV: torch.Tensor, slots: list[int], positions: list[int]) -> list[Run]:
-        """The token that stands at `positions[r]`, from the raw FP32 logits of row r."""
+    def choose(
+        self,
+        logits_RV: torch.Tensor,
+        slots: list[int],
+        positions: list[int],
+        *,
+        rows: list[int] | None = None,
+    ) -> list[Run]:
+        """The token that stands at `positions[p]`, from row p of raw FP32 logits, or `rows[p]`."""
         rules = [self.rules[slot] for slot in slots]
-        processed_RV = self.processed(logits_RV, rules)
+        processed_PV = self.processed(logits_RV, rules, rows)
         temperature_R = self.numbers([rule.request.params.temperature for rule in rules])
         numbers = [
             0.0 if rule.greedy else plain_uniform(rule.request.seed, position)
             for rule, position in zip(rules, positions, strict=True)
         ]
         cuts = self.cuts(rules)
-        chosen = sample(processed_RV, temperature_R, self.numbers(numbers), cuts=cuts)
+        chosen = sample(processed_PV, temperature_R, self.numbers(numbers), cuts=cuts)
         token_ids, best_R = (x.tolist() for x in chosen)
-        asked = {r: rule for r, rule in enumerate(rules) if rule.reports}
-        told = self.logprobs(logits_RV, processed_RV, asked, [token_ids[r] for r in asked])
-        logprobs = dict(zip(asked, told, strict=True))
-        return [
-            self.settle(rule, best, token_id, logprobs.get(r))
-            for r, (rule, best, token_id) in enumerate(zip(rules, best_R, token_ids, strict=True))
-        ]
+        runs = list(map(self.settle, rules, best_R, token_ids))
+        asked = [p for p, rule in enumerate(rules) if rule.reports and runs[p].token_ids]
+        ids = [token_ids[p] for p in asked]
+        told = self.reports(logits_RV, processed_PV, rules, asked, ids, rows=rows)
+        for p, report in zip(asked, told, strict=True):
+            runs[p].tell([report])
+        return runs
 
-    def settle(
-        self, rule: Rules, best: float, token_id: int, logprobs: TokenLogprobs | None = None
-    ) -> Run:
+    def settle(self, rule: Rules, best: float, token_id: int) -> Run:
         """What comes of the token that was chosen where the largest logit is `best`."""
         if best != best:
             return Run([], error=NOT_NUMBERS)
-        if logprobs is not None and not is_finite(logprobs):
-            return Run([], error=NOT_FINITE)
         guide = rule.guide
         if best == float("-inf"):
             if guide is not None and guide.is_whole:
@@ -266,21 +277,27 @@ class Sampler:
         rule.record(token_id)
         if guide is not None and guide.refused is not None:
             return Run([], refused=guide.refused)
-        return Run([token_id], logprobs=[] if logprobs is None else [logprobs])
+        return Run([token_id])
 
-    def processed(self, logits_RV: torch.Tensor, rules: list[Rules]) -> torch.Tensor:
-        """Logits as each row's rule leaves them; the same tensor if all leave them alone."""
-        rows = [r for r, rule in enumerate(rules) if rule.shifts]
-        guided = {r: rule.guide for r, rule in enumerate(rules) if rule.guide is not None}
-        guided = {r: guide for r, guide in guided.items() if guide.needs_mask}
-        if not rows and not guided:
-            return logits_RV
-        processed_RV = logits_RV.clone()
+    def processed(
+        self, logits_RV: torch.Tensor, rules: list[Rules], rows: list[int] | None = None
+    ) -> torch.Tensor:
+        """The first rows of logits, or `rows`, as each one's rule leaves them; a copy, unless all
+        leave them alone."""
+        shifting = [p for p, rule in enumerate(rules) if rule.shifts]
+        guided = {p: rule.guide for p, rule in enumerate(rules) if rule.guide is not None}
+        guided = {p: guide for p, guide in guided.items() if guide.needs_mask}
+        if rows is not None:
+            processed_PV = logits_RV[sent(rows, torch.int64, self.device)]
+        elif shifting or guided:
+            processed_PV = logits_RV[: len(rules)].clone()
+        else:
+            return logits_RV[: len(rules)]
         if guided:
-            self._mask(processed_RV, guided)
-        for r in rows:
-            rules[r].apply(processed_RV[r])
-        return processed_RV
+            self._mask(processed_PV, guided)
+        for p in shifting:
+            rules[p].apply(processed_PV[p])
+        return processed_PV
 
     def _mask(self, logits_RV: torch.Tensor, guided: dict[int, Guide]) -> None:
         """Leave the rows of some guides, in place, what their grammars allow."""
@@ -290,7 +307,7 @@ class Sampler:
 
     def cut_offs(self, rules: list[Rules]) -> list[tuple[str, list[int] | list[float], float]]:
         """Each kind's name, its numbers by row, and the one that cuts nothing off."""
-        params = [rule.request.params for rule in rules]
+        params = [rule.request.params if rule.truncated else UNCUT for rule in rules]
         size = self.vocab_size
         return [
             ("top_k", [p.top_k if p.top_k > 0 else size for p in params], size),
@@ -303,28 +320,49 @@ class Sampler:
         if not any(rule.truncated for rule in rules):
             return None
         (_, top_k, _), *others = self.cut_offs(rules)
-        top_k_R = torch.tensor(top_k, dtype=torch.int32, device=self.device)
+        top_k_R = sent(top_k, torch.int32, self.device)
         return Cuts(top_k_R, *(self.numbers(values) for _, values, _ in others))
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         """FP32, on the device."""
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return sent(values, torch.float32, self.device)
 
-    def logprobs(
+    def reports(
         self,
         logits_RV: torch.Tensor,
-        processed_RV: torch.Tensor,
-        rules: Mapping[int, Rules],
+        processed_PV: torch.Tensor,
+        rules: list[Rules],
+        at: list[int],
         token_ids: list[int],
+        *,
+        rows: list[int] | None = None,
     ) -> list[TokenLogprobs]:
-        """What is told with the tokens that came of the rows in `rules`, in its order."""
-        if not rules:
+        """What is told with tokens that came of these of the processed rows, `rows` of the logits,
+        each of which has a rule."""
+        if not at:
             return []
-        rows, each = list(rules), list(rules.values())
-        if self.logprobs_mode.startswith("raw"):
-            values_XV = logits_RV[rows]
-        else:
-            warmth_X = self.numbers([rule.request.params.temperature for rule in each])
-            values_XV = tempered(processed_RV[rows], warmth_X, token_ids, self.cuts(each))
-        counts = [rule.request.params.logprobs or 0 for rule in each]
-        return reports(as_told(values_XV, self.logprobs_mode), token_ids, counts)
+        raw = self.logprobs_mode.startswith("raw")
+        places = [rows[p] for p in at] if raw and rows is not None else at
+        rows_X, tokens_X = (sent(x, torch.int64, self.device) for x in (places, token_ids))
+        values_RV, each = logits_RV if raw else processed_PV, [rules[p] for p in at]
+        return self.tell(values_RV, rows_X, tokens_X, each).reports(range(len(at)), token_ids)
+
+    def tell(
+        self,
+        logits_RV: torch.Tensor,
+        rows_X: torch.Tensor,
+        tokens_X: torch.Tensor,
+        rules: list[Rules],
+        share: Share | None = None,
+    ) -> Told:
+        """The same while the device may still make the tokens, from logits that are raw or
+        processed as the mode wants them; the rest as `logprobs.tell`."""
+        raw = self.logprobs_mode.startswith("raw")
+        warmths = [1.0 if raw or rule.greedy else rule.request.params.temperature for rule in rules]
+        wanted = Wanted(
+            counts=[rule.request.params.logprobs or 0 for rule in rules],
+            warmths=warmths,
+            cuts=None if raw else self.cuts(rules),
+            as_logits=self.logprobs_mode.endswith("logits"),
+        )
+        return tell(logits_RV, rows_X, tokens_X, wanted, vocab_size=self.vocab_size, share=share)

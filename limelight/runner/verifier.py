@@ -5,6 +5,7 @@ not let follow are taken out before they are judged, with all behind them.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -16,7 +17,7 @@ from limelight.ops.verify import (
     verify_by_odds,
     verify_greedy,
 )
-from limelight.runner.logprobs import NOT_FINITE, is_finite
+from limelight.runner.launched import PackedRows
 from limelight.runner.sampler import Rules, Run, Sampler
 
 
@@ -28,6 +29,19 @@ class Offer:
     first: int
     drafts: list[int]
     position: int  # of the token that its first row gives
+
+
+def offers_of(
+    packed: PackedRows, members: list[int], slots: list[int], drafts_PN: list[list[int]]
+) -> tuple[list[Offer], list[int]]:
+    """Those of some sequences of a step, for which this waits; and their rows, packed anew."""
+    starts, nexts, kept = (x.tolist() for x in (packed.starts_B, packed.next_B, packed.kept_B))
+    offers: list[Offer] = []
+    rows: list[int] = []
+    for b, slot, drafts in zip(members, slots, drafts_PN, strict=True):
+        offers.append(Offer(slot, len(rows), drafts[: kept[b]], nexts[b]))
+        rows += range(starts[b], starts[b] + 1 + kept[b])
+    return offers, rows
 
 
 class Verifier:
@@ -42,8 +56,11 @@ class Verifier:
         offers: list[Offer],
         proposals: Proposals | None,
         odds_BN: torch.Tensor | None = None,
+        *,
+        rows: list[int] | None = None,
     ) -> dict[int, Run]:
-        """By slot, from raw FP32 logits of all rows of the offers; the rules go on accordingly.
+        """By slot, from raw FP32 logits whose first rows, or `rows`, are those of the offers; the
+        rules go on accordingly.
 
         `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
         acceptance is synthetic.
@@ -57,9 +74,9 @@ class Verifier:
             # follow is judged too.
             drawn = proposals is not None and odds_BN is None
             judged.append(offer.drafts[: shown if drawn else count])
-        processed_RV = self.sampler.processed(logits_RV, tries)
-        verified = self._verify(processed_RV, offers, judged, proposals, odds_BN)
-        rows = zip(
+        processed_PV = self.sampler.processed(logits_RV, tries, rows)
+        verified = self._verify(processed_PV, offers, judged, proposals, odds_BN)
+        each = zip(
             offers, counts, verified.tokens_BQ.tolist(), verified.accepted_B.tolist(),
             verified.best_B.tolist(), strict=True,
         )  # fmt: skip
@@ -70,9 +87,17 @@ class Verifier:
                 best,
                 tries[offer.first + accepted],
             )
-            for offer, count, tokens, accepted, best in rows
+            for offer, count, tokens, accepted, best in each
         }
-        self._report(logits_RV, processed_RV, tries, offers, runs)
+        told = [offer for offer in offers if self.sampler.rules[offer.slot].reports]
+        at = [offer.first + i for offer in told for i in range(len(runs[offer.slot].token_ids))]
+        token_ids = [token_id for offer in told for token_id in runs[offer.slot].token_ids]
+        reports = iter(
+            self.sampler.reports(logits_RV, processed_PV, tries, at, token_ids, rows=rows)
+        )
+        for offer in told:
+            run = runs[offer.slot]
+            run.tell(list(islice(reports, len(run.token_ids))))
         return runs
 
     def _tries(self, offer: Offer) -> tuple[list[Rules], int, int]:
@@ -82,7 +107,7 @@ class Verifier:
         tries, count = [rule], len(offer.drafts)
         shown = count
         for i, draft in enumerate(offer.drafts):
-            if i < count and not rule.stateless:
+            if i < count and not rule.on_device:
                 after = rule.fork()
                 after.record(draft)
                 if after.has_left:
@@ -146,28 +171,3 @@ class Verifier:
             return Run(stood, run.verified, len(stood) - 1)
         found.verified = run.verified
         return found
-
-    def _report(
-        self,
-        logits_RV: torch.Tensor,
-        processed_RV: torch.Tensor,
-        tries: list[Rules],
-        offers: list[Offer],
-        runs: dict[int, Run],
-    ) -> None:
-        """Log-probabilities of the tokens of those who asked for them."""
-        asked: dict[int, Rules] = {}
-        chosen, owners = [], []
-        for offer in offers:
-            if not self.sampler.rules[offer.slot].reports:
-                continue
-            for row, token_id in enumerate(runs[offer.slot].token_ids, offer.first):
-                asked[row] = tries[row]
-                chosen.append(token_id)
-                owners.append(runs[offer.slot])
-        told = self.sampler.logprobs(logits_RV, processed_RV, asked, chosen)
-        for run, report in zip(owners, told, strict=True):
-            if run.error is None and not is_finite(report):
-                run.error, run.token_ids = NOT_FINITE, run.token_ids[: len(run.logprobs)]
-            if run.error is None:
-                run.logprobs.append(report)

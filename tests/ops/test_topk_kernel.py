@@ -17,13 +17,15 @@ pytestmark = [
 
 
 def compile_cases() -> list[Case]:
-    def call(rows, vocabulary, count):
-        return top_tokens.kernel(meta(rows, vocabulary, dtype=torch.float32), count=count)
+    def call(rows, vocabulary, count, rows_T=None):
+        logits_TV = meta(rows, vocabulary, dtype=torch.float32)
+        return top_tokens.kernel(logits_TV, count=count, rows_T=rows_T)
 
     return [
         Case("seven rows", lambda: call(7, 150_144, 16), decode=True),
         Case("of ranks", lambda: call(896, 64, 16), decode=True),
         Case("few of few", lambda: call(9, 5001, 5)),
+        Case("of rows", lambda: call(9, 150_144, 20, meta(40, dtype=torch.int64)), decode=True),
     ]
 
 
@@ -64,3 +66,14 @@ def test_what_is_no_number_comes_first_and_what_is_forbidden_last(device):
 def test_rows_may_lie_apart(device):
     logits_TV = made(7, 2 * PIECE)[:, : PIECE + 9]
     assert_best_first(logits_TV, 16, device)
+
+
+@pytest.mark.parametrize("count", [5, 40], ids=["by kernel", "sorted"])
+def test_rows_are_those_that_are_asked_for(count, device):
+    logits_TV = made(5, PIECE + 9, steps=4).to(device)
+    rows_T = torch.tensor([4, -1, 0, 4, 2, 1, 1, 3, 0, 4], device=device)
+    there_T = rows_T >= 0
+    expected = [x[rows_T[there_T]] for x in top_tokens.reference(logits_TV, count=count)]
+    for form in (top_tokens.kernel, top_tokens.reference):
+        found = form(logits_TV, count=count, rows_T=rows_T)
+        assert all(torch.equal(x[there_T], y) for x, y in zip(found, expected, strict=True))

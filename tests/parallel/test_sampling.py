@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from limelight.ops.sample import sample
+from limelight.ops.standing import standing
+from limelight.ops.topk import top_tokens
 from limelight.parallel import sampling
 from limelight.parallel.mesh import Mesh
 
@@ -104,3 +106,32 @@ def test_a_number_that_is_none_shows_on_every_rank(told):
     for token_R, best_R in on_ranks(2, work):
         assert best_R.isnan().tolist() == [True, False]
         assert ((token_R >= 0) & (token_R < 10)).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_tell_where_tokens_stand_as_one_does_of_all_logits(ranks, told):
+    told(ranks)
+    for vocabulary, count in ((17, 17), (60, 5), (997, 30)):
+        logits_RV, temperature_R, _ = rows(vocabulary)
+        temperature_R = temperature_R.clamp(min=0.3)
+        rows_X = torch.tensor([3, 5, 5, -1, 6, 7, 8, 39, 0])
+        tokens_X = torch.tensor([0, 1, vocabulary - 1, 2, vocabulary - 1, 0, vocabulary - 1, 9, 8])
+        there_X = rows_X >= 0
+        given = (rows_X, tokens_X, temperature_R[rows_X])
+        figures_5X = standing(logits_RV, rows_X, logits_RV[rows_X, tokens_X], given[2])
+        best = top_tokens(logits_RV, count=count, rows_T=rows_X)
+        share = -(-vocabulary // ranks)
+        padded_RV = torch.nn.functional.pad(logits_RV, (0, share * ranks - vocabulary), value=OFF)
+
+        def work(mesh: Mesh, share=share, padded_RV=padded_RV, given=given, count=count):
+            first = mesh.rank * share
+            own_RS, of = padded_RV[:, first : first + share], sampling.Share(mesh, first)
+            found = sampling.standing_in_shares(own_RS, *given, of)
+            return found, *sampling.top_tokens_of_shares(own_RS, given[0], of, count=count)
+
+        for found in on_ranks(ranks, work):
+            own = [x[there_X] for x in (found[0][:4].T, *found[1:])]
+            expected = [x[there_X] for x in (figures_5X[:4].T, *best)]
+            assert torch.allclose(own[0], expected[0], rtol=1e-12)
+            assert all(map(torch.equal, own[1:], expected[1:]))
+            assert (found[0][4] >= vocabulary).all()

@@ -49,9 +49,18 @@ def logits():
 
 def test_raw_ones_know_nothing_of_temperature_and_penalties(logits):
     (report,) = told("raw_logprobs", logits, ask(temperature=0.3, presence_penalty=2.0, top_k=2))
-    assert torch.equal(values(report), torch.log_softmax(logits[0], -1))
+    assert torch.equal(values(report), torch.log_softmax(logits[0].double(), -1).float())
     (report,) = told("raw_logits", logits, ask(temperature=0.3, top_k=2))
     assert torch.equal(values(report), logits[0])
+
+
+def test_equal_ones_come_in_the_order_of_their_tokens():
+    logits = torch.tensor([[0.0, 2, 1, 2, 1, 0, 2, 0, 0, 0, 1]])
+    for count in (0, 1, 4, 6, 20, -1):
+        (report,) = told("raw_logprobs", logits, ask(temperature=0.0, logprobs=count))
+        ids = [1, 3, 6, 2, 4, 10, 0, 5, 7, 8, 9][: None if count < 0 else count]
+        assert (report.token_id, report.rank) == (1, 1)
+        assert [token_id for token_id, _ in report.top] == ids
 
 
 def test_processed_ones_are_of_the_distribution_that_is_drawn_from(logits):

@@ -177,7 +177,7 @@ def test_logprobs_are_those_of_the_model_before_penalties_and_temperature():
 
 @pytest.mark.parametrize("count, reported", [(0, 0), (4, 4), (VOCAB + 5, VOCAB), (-1, VOCAB)])
 def test_as_many_candidates_are_reported_as_were_asked_for(count, reported):
-    assert len(token_logprobs(torch.randn(1, VOCAB), [3], [count])[0].top) == reported
+    assert len(token_logprobs(torch.randn(1, VOCAB), [3], count)[0].top) == reported
 
 
 def test_logits_that_are_not_numbers_fail_their_own_request_only():
