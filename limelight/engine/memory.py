@@ -17,7 +17,8 @@ from limelight.cache.groups import CacheGroups, GroupSpec
 from limelight.cache.storage import BlockShape
 from limelight.config import EngineConfig
 from limelight.models.loader import Model
-from limelight.ops.fp4 import FP4, Weight
+from limelight.ops.fp4 import FP4
+from limelight.ops.weight import Weight
 
 GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -61,7 +62,9 @@ def weight_kinds(outline: Model) -> list[WeightKind]:
 
 def format_of(weight: Weight) -> str:
     """How a tensor's values are held."""
-    return "nvfp4" if isinstance(weight, FP4) else str(weight.dtype).removeprefix("torch.")
+    if isinstance(weight, torch.Tensor):
+        return str(weight.dtype).removeprefix("torch.")
+    return "nvfp4" if isinstance(weight, FP4) else "mxfp8"
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -1,16 +1,17 @@
-"""The routed experts where rows have adapters: `moe` of `experts.py`, product by product.
+"""The routed experts where rows have adapters, or weights of MXFP8: `moe` of `experts.py`, product
+by product.
 
 As in `grouped.py`, pairs of a token and one of its experts are sorted by expert. Gate and up are
 rounded, their adapters' part is added and rounded (`lora.py`), then come SwiGLU, down and its
-adapters' part, and the weighted sum. So the rows of such a step take more launches, and more bytes
-between them, than those of a step without adapters.
+adapters' part, and the weighted sum. So such a step takes more launches, and more bytes between
+them, than one of the fused kernels.
 """
 
 import torch
 
-from limelight.ops import by_size, cdiv, pdl, thin
+from limelight.ops import by_size, cdiv, mxfp8, pdl, thin
 from limelight.ops.combine import Unsummed
-from limelight.ops.fp4 import FP4, Weight
+from limelight.ops.fp4 import FP4
 from limelight.ops.grouped import (
     FP4_TILES,
     TILES,
@@ -21,11 +22,15 @@ from limelight.ops.grouped import (
     words_of_each,
 )
 from limelight.ops.lora import Adapted, Blocks, Matrix, launch_lora, without_adapters
+from limelight.ops.mxfp8 import MXFP8
 from limelight.ops.pairs import sort_pairs
+from limelight.ops.weight import Weight
 
 
 def _product(x_PK: torch.Tensor, weight_ENK: Weight, blocks: Blocks, each: int) -> torch.Tensor:
     """A row [N] of each pair, by its expert's weight; one row of x for every `each` pairs."""
+    if isinstance(weight_ENK, MXFP8):
+        return mxfp8.pair_products(x_PK, weight_ENK, blocks, each)
     pairs = len(x_PK) * each
     _, size, width = weight_ENK.shape
     block_m, most = blocks[0].shape[1], len(blocks[1])
@@ -54,6 +59,14 @@ def _product(x_PK: torch.Tensor, weight_ENK: Weight, blocks: Blocks, each: int) 
     return out_PN
 
 
+def _rows_of_block(weight_ENK: Weight, pairs: int) -> int:
+    average = cdiv(pairs, len(weight_ENK))
+    if isinstance(weight_ENK, MXFP8):
+        return mxfp8.rows_of_block(average)
+    tile = _decoding_tile(weight_ENK, pairs)
+    return tile["BLOCK_M"] if tile else by_size(TILES, average)[0]
+
+
 def _decoding_tile(weight_ENK: Weight, pairs: int) -> dict[str, int] | None:
     """Where the weight is decoded as it is read."""
     average = cdiv(pairs, len(weight_ENK))
@@ -76,7 +89,7 @@ def _adapted_product(
     )  # fmt: skip
 
 
-def adapted_moe(
+def moe_by_products(
     y_TD: torch.Tensor,
     gate_up_EGD: Matrix,
     down_EDF: Matrix,
@@ -88,12 +101,11 @@ def adapted_moe(
     scale: float,
 ) -> Unsummed:
     """`moe`, plus `added_TD`, but for the sum; the arguments have been checked."""
-    rows, count, experts = len(y_TD), ids_TN.shape[1], len(down_EDF)
+    count, experts = ids_TN.shape[1], len(down_EDF)
     sorted_by: dict[int, Blocks] = {}
 
     def product(x_XK: torch.Tensor, weight_ENK: Matrix, each: int) -> torch.Tensor:
-        tile = _decoding_tile(without_adapters(weight_ENK), ids_TN.numel())
-        block_m = tile["BLOCK_M"] if tile else by_size(TILES, cdiv(rows * count, experts))[0]
+        block_m = _rows_of_block(without_adapters(weight_ENK), ids_TN.numel())
         if block_m not in sorted_by:
             sorted_by[block_m] = sort_pairs(ids_TN, experts, block_m)
         return _adapted_product(x_XK, weight_ENK, sorted_by[block_m], each)

@@ -211,7 +211,7 @@ NORM = "model.norm.weight"
         ({"shapes": [[-1]]}, "no shape"),
         ({"shapes": [48]}, "no shape"),
         ({"shapes": []}, "equally long"),
-        ({"dtype_names": ["float8_e4m3fn"]}, "dtype"),
+        ({"dtype_names": ["float8_e5m2"]}, "dtype"),
         ({"dtype_names": [7]}, "dtype"),
         ({"names": "all"}, "names must be a list"),
         ({"names": [5]}, "no name"),
