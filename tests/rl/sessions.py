@@ -7,6 +7,7 @@ from limelight.models.loader import load_model
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 from limelight.rl import weight_sync
+from limelight.rl.announced import SKYRL_EXPERTS
 from limelight.rl.checksum import checksums
 from limelight.rl.weight_sync import WeightSync
 
@@ -61,7 +62,10 @@ class World:
         self.sync.init({}, replica=0)
 
     def send(self, tensors, *, parts=1):
-        self.transport.tensors = tensors
+        # SkyRL's mark of stacked experts belongs to the announcement alone.
+        self.transport.tensors = {
+            name.removeprefix(SKYRL_EXPERTS): x for name, x in tensors.items()
+        }
         self.sync.start()
         names = list(tensors)
         for i in range(parts):
