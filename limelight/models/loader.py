@@ -111,9 +111,10 @@ def packing_of(
     found = {name: kind for name, one in firsts.items() if (kind := _packed(one)) is not None}
     if found.get(HEAD) == "MXFP8":
         raise ValueError(f"{firsts[HEAD]}: the LM head cannot be MXFP8")
-    if declared.format == "MXFP8" and "NVFP4" in found.values():
-        one = next(firsts[name] for name, kind in found.items() if kind == "NVFP4")
-        raise ValueError(f"{one}: NVFP4, which cannot become MXFP8")
+    if declared.format == "MXFP8":
+        for name, one in firsts.items():
+            if found.get(name) == "NVFP4" or one.file.suffix == ".gguf":
+                raise ValueError(f"{one}: NVFP4 and GGUF cannot become MXFP8")
     return found.get if found or declared.format == "NVFP4" else declared.packing
 
 
