@@ -115,7 +115,9 @@ def packing_of(
         for name, one in firsts.items():
             if found.get(name) == "NVFP4" or one.file.suffix == ".gguf":
                 raise ValueError(f"{one}: NVFP4 and GGUF cannot become MXFP8")
-    return found.get if found or declared.format == "NVFP4" else declared.packing
+    if declared.format == "NVFP4" and not found:
+        raise ValueError("the weights are declared as NVFP4, but none of them is")
+    return found.get if found else declared.packing
 
 
 def _packed(one: Stored) -> Packing | None:
