@@ -9,10 +9,11 @@ them, than one of the fused kernels.
 
 import torch
 
-from limelight.ops import by_size, cdiv, mxfp8, pdl, thin
+from limelight.ops import by_size, cdiv, is_batch_invariant, mxfp8, pdl, thin
 from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4
 from limelight.ops.grouped import (
+    EACH_WHERE_INVARIANT,
     FP4_TILES,
     TILES,
     fitted,
@@ -50,7 +51,9 @@ def _product(x_PK: torch.Tensor, weight_ENK: Weight, blocks: Blocks, each: int) 
     # The copy engine wants rows of a multiple of 16 bytes.
     aligned = all(n * x_PK.element_size() % 16 == 0 for n in (size, width))
     tile = fitted(next(down for rows, _, down in TILES.values() if rows == block_m), x_PK)
-    tile = tile | {"DESCRIBED": tile["DESCRIBED"] and aligned}
+    # How full a block is depends on the batch.
+    halves = tile["HALVES"] and not is_batch_invariant()
+    tile = tile | {"DESCRIBED": tile["DESCRIBED"] and aligned, "HALVES": halves}
     grouped_down_kernel[(most * cdiv(size, tile["BLOCK_N"]),)](
         x_PK.contiguous(), x_PK, *unpacked(tile, (weight_ENK, None), x_PK.dtype, gate_up=False),
         *blocks, out_PN, None, pairs,
@@ -64,6 +67,7 @@ def _rows_of_block(weight_ENK: Weight, pairs: int) -> int:
     if isinstance(weight_ENK, MXFP8):
         return mxfp8.rows_of_block(average)
     tile = _decoding_tile(weight_ENK, pairs)
+    average = EACH_WHERE_INVARIANT if is_batch_invariant() else average
     return tile["BLOCK_M"] if tile else by_size(TILES, average)[0]
 
 
