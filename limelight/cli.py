@@ -30,7 +30,7 @@ from limelight.training.settings import DraftSettings
 if TYPE_CHECKING:
     from limelight.training.acceptance import Acceptance
 
-FORMATS = ("gguf-nvfp4", "modelopt-nvfp4")
+FORMATS = ("gguf-nvfp4", "modelopt-nvfp4", "mxfp8")
 # A bundled model has its parsers unless one of these is given.
 READING = ("reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")
 BENCHES = {
@@ -152,7 +152,7 @@ def _quantize_flags(parser: argparse.ArgumentParser):
         "into", nargs="?", metavar="DST", help="file NAME.gguf or folder to be made"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, help="one GGUF file, or a folder as ModelOpt's"
+        "--format", choices=FORMATS, help="one GGUF file, or a folder: ModelOpt's NVFP4, or MXFP8"
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -376,7 +376,7 @@ COMMANDS = {
     "chat": ("Talk with a model in the terminal.", _chat_flags, _chat),
     "generate": ("Complete prompts and print the texts.", _generate_flags, _generate),
     "inspect": ("Tell what a model holds and whether it fits.", _inspect_flags, _inspect),
-    "quantize": ("Write a checkpoint anew in NVFP4.", _quantize_flags, _quantize),
+    "quantize": ("Write a checkpoint anew in NVFP4 or MXFP8.", _quantize_flags, _quantize),
     "draft": ("Train or judge a drafter.", _draft_flags, None),
     "bench": ("Measure speed and write it down.", _bench_flags, None),
 }

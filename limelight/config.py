@@ -79,6 +79,16 @@ class EngineConfig:
         "auto",
         "precision of weights and activations; auto: float32 on a CPU, elsewhere the checkpoint's",
     )
+    quantization: Literal["mxfp8", "modelopt_mxfp8"] | None = setting(
+        None, "mxfp8: quantize plain weights as they are loaded; modelopt_mxfp8: they are so",
+        aliases=("-q",),
+    )  # fmt: skip
+    quantization_config: dict[str, object] | None = setting(
+        None, 'JSON object: {"ignore": [modules that are not to be quantized]}'
+    )
+    hf_overrides: dict[str, object] | None = setting(
+        None, 'JSON object: {"quantization_config": {...}} in place of that of config.json'
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = setting(
         "auto", "dummy: random weights with realistic statistics, from config.json alone"
     )

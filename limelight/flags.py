@@ -70,7 +70,6 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--enable-eplb": (),
     "--kv-transfer-config": (),
     "--pipeline-parallel-size": ("-pp",),
-    "--quantization": ("-q",),
     "--root-path": (),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
@@ -79,6 +78,18 @@ UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("half", "float16"),
     "lora_dtype": ("float16",),
     "kv_cache_dtype": ("float16", "fp8_e5m2", "nvfp4"),
+    "quantization": (
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "fp8",
+        "fp8_per_block",
+        "fp8_per_tensor",
+        "gptq",
+        "modelopt",
+        "modelopt_fp4",
+        "mxfp4",
+    ),
     "load_format": ("gguf", "mistral", "runai_streamer", "sharded_state", "tensorizer"),
 }
 # Values that choose another engine's kernels: they stand for the default here.

@@ -18,6 +18,7 @@ from limelight.engine.startup import plan_memory, resolve
 from limelight.models.loader import has_weights
 from limelight.parallel.seat import Seat
 
+PACKED = {"nvfp4": "W4A16", "mxfp8": "W8A8"}
 LENGTHS = (1024, 8192, 65_536, 262_144)
 
 
@@ -68,9 +69,10 @@ def _is_here(model: str) -> bool:
 
 def _path(format: str, device: str) -> str:
     """What a product with such weights runs through."""
-    if "nvfp4" not in format:
+    packed = next((kind for kind in PACKED if kind in format), None)
+    if packed is None:
         return "kernels" if device == "cuda" else "torch"
-    return "W4A16 kernels" if device == "cuda" else "decoded for each product"
+    return f"{PACKED[packed]} kernels" if device == "cuda" else "decoded for each product"
 
 
 def _attention(plan: MemoryPlan, num_layers: int) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""`limelight quantize`: a checkpoint in BF16, FP16 or FP32 to one in NVFP4.
+"""`limelight quantize`: a checkpoint in BF16, FP16 or FP32 to one in NVFP4 or MXFP8.
 
 It goes tensor by tensor, so that memory holds a few of them and never the model.
 """
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from limelight.checkpoint import BUNDLED_NAMES, locate, read_json
-from limelight.conversion import gguf, modelopt
+from limelight.conversion import gguf, modelopt, mxfp8
 from limelight.conversion.job import Job
 from limelight.conversion.sources import find_sources
 from limelight.models.layers import Placement
@@ -25,6 +25,7 @@ from limelight.progress import Progress
 FORMATS = {
     "gguf-nvfp4": (gguf.check, gguf.plan),
     "modelopt-nvfp4": (modelopt.check, modelopt.plan),
+    "mxfp8": (mxfp8.check, mxfp8.plan),
 }
 
 

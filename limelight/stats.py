@@ -52,3 +52,5 @@ class ModelInfo:
     num_blocks: int
     dtype: str
     returns_routed_experts: bool = False
+    # The modules whose weights are held in each format, where some are quantized.
+    quantized: dict[str, list[str]] | None = None

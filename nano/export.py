@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from limelight.models.layers import Targets
+from limelight.models.targets import Targets
 from nano.chat import Family
 
 # By hand, in the family's folder; the tokenizer and the weights are made.

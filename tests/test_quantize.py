@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 
 from limelight import cli, quantize
-from limelight.conversion import job, modelopt
+from limelight.conversion import job, shards
 from limelight.ops.fp4 import unpack_reference
 from limelight.progress import Progress
+from limelight.quant.declared import read_declared
+from limelight.rl.mxfp8 import coded
 
 # Rows that NVFP4 can hold: multiples of 16, and of the 64 that GGUF wants.
 OF_16 = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
@@ -244,7 +246,7 @@ def test_tokenizer_and_template_go_along_and_old_weights_do_not(made, tmp_path):
 
 def test_many_bytes_are_split_into_files_with_an_index(made, tmp_path, monkeypatch):
     _, whole = to_modelopt(made["flint"], tmp_path / "whole")
-    monkeypatch.setattr(modelopt, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 50_000)
     _, tensors = to_modelopt(made["flint"], tmp_path / "split")
     files = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -418,3 +420,24 @@ def test_the_command_prints_a_table_and_says_what_it_lacks(made, tmp_path, capsy
     assert "routed experts" in printed and "NVFP4" in printed and "%" in printed
     assert cli.main([*argv, "--format", "modelopt-nvfp4"]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["flint", "beam"])
+def test_a_folder_in_mxfp8_is_what_an_engine_makes_of_the_plain_one(tmp_path, family):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    shared = {"shared_expert_intermediate_size": 64} if family == "flint" else {}
+    write_checkpoint(tmp_path / "plain", family, **sizes, **shared, num_hidden_layers=4)
+    rows = run(tmp_path / "plain", tmp_path / "a", format="mxfp8")
+    expected = dict(coded(stored(tmp_path / "plain").items()))
+    found = stored(tmp_path / "a")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+    errors = [row["relative_rms_error"] for row in rows if row["format"] == "MXFP8"]
+    assert len(errors) > 2 and all(0.01 < error < 0.04 for error in errors)
+    declared = read_declared(tmp_path / "a")
+    for name in expected:
+        if f"{name}_scale" in expected:
+            assert declared.packing(name) == "MXFP8"
+    assert declared.packing("model.layers.3.mlp.gate.weight") is None

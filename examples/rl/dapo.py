@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from limelight.bench import record
 from limelight.checkpoint import locate
+from limelight.rl.mxfp8 import fake_quantized
 from limelight.rl.replay import record as record_experts
 from limelight.rl.replay import replay, routers
 from limelight.rl.sender import WeightSender
@@ -92,7 +93,11 @@ class Trainer:
     def logprobs(self, batch: Batch, *, replayed: bool = True) -> torch.Tensor:
         """[B, S - 1], of each token after the first."""
         # Attention is causal and padding on the right, so it needs no mask.
-        with replay(self.model, batch.ids_BSLN.flatten(0, 1)) if replayed else nullcontext():
+        with ExitStack() as within:
+            if self.args.quantization:
+                within.enter_context(fake_quantized(self.model))
+            if replayed:
+                within.enter_context(replay(self.model, batch.ids_BSLN.flatten(0, 1)))
             logits_BSV = self.model(batch.tokens_BS, use_cache=False).logits[:, :-1]
         logprobs_BSV = (logits_BSV.float() / self.args.temperature).log_softmax(-1)
         return logprobs_BSV.gather(2, batch.tokens_BS[:, 1:, None])[..., 0]
@@ -250,6 +255,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cuda: the server has the second GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="0: train all weights")
+    parser.add_argument("--quantization", "-q", choices=("mxfp8",),
+                        help="round weights and activations on both sides")  # fmt: skip
     parser.add_argument("--keep-overlong", action="store_true", help="learn from cut answers too")
     for name, default in DEFAULTS.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
@@ -267,6 +274,10 @@ def main(argv: list[str]) -> None:
     args, flags = (parser := arguments()).parse_known_args(argv)
     if args.url and flags:
         parser.error(f"the server at --url has its flags already: {shlex.join(flags)}")
+    if args.quantization and args.lora:
+        parser.error("--lora: adapters are not quantized as the weights that they are added to are")
+    if args.quantization and not args.url:
+        flags += ["--quantization", args.quantization]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the server ends too
     args.out.mkdir(parents=True, exist_ok=True)
     trainer, rows = Trainer(args.model, args), []

@@ -137,14 +137,15 @@ def bytes_of(call: "Call", context: int) -> int:
     import torch
 
     from limelight.ops.fp4 import FP4
+    from limelight.ops.mxfp8 import MXFP8
     from limelight.ops.paging import LayerCache, PagedLayout
 
     values = [*call.args, *call.kwargs.values()]
-    total = sum(value.nbytes for value in values if isinstance(value, (torch.Tensor, FP4)))
+    total = sum(value.nbytes for value in values if isinstance(value, torch.Tensor | FP4 | MXFP8))
     if call.name == "moe":
         gate_up_EGD, down_EDF, ids_TN = (call.args[i] for i in (1, 2, 4))
-        assert isinstance(gate_up_EGD, (torch.Tensor, FP4)) and isinstance(ids_TN, torch.Tensor)
-        assert isinstance(down_EDF, (torch.Tensor, FP4))
+        assert isinstance(gate_up_EGD, torch.Tensor | FP4 | MXFP8)
+        assert isinstance(down_EDF, torch.Tensor | FP4 | MXFP8) and isinstance(ids_TN, torch.Tensor)
         unread = len(gate_up_EGD) - len(ids_TN.unique())
         total -= unread * (gate_up_EGD[0].nbytes + down_EDF[0].nbytes)
     caches = [value for value in values if isinstance(value, LayerCache)]

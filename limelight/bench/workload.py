@@ -79,8 +79,8 @@ def labels(
     kv = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     model = Path(config.model).name.lower()
     slice_of = args.tensor_parallel_slice
-    packed = any("nvfp4" in kind.format for kind in kinds)
-    weights = "nvfp4" if packed else SHORT[dtype]
+    formats = ", ".join(kind.format for kind in kinds)
+    weights = next((form for form in ("nvfp4", "mxfp8") if form in formats), SHORT[dtype])
     ranks = config.tensor_parallel_size
     return {"model": model, "weights": weights, "kv": SHORT[kv], "slice": slice_of} | (
         {"ranks": ranks} if ranks > 1 else {}

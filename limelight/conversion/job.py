@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from limelight.conversion.shards import NAMES
 from limelight.conversion.sources import Source
 from limelight.engine.memory import KINDS
+from limelight.ops.mxfp8 import BLOCK, CODES, MXFP8, dequantize, quantize_into
 from limelight.quant.nvfp4 import Deviation, Quantized, global_scale, quantize_matrix
+from limelight.quant.stored import Packing
 
+PACKED = get_args(Packing)
 # Small tensors that no format packs are kinds of their own.
 SMALL = {"norm": "norms", "softmax_offset": "sinks", "gate_bias": "gate biases"}
 
@@ -55,6 +59,24 @@ class Job:
             results.append(result)
         return results
 
+    def mxfp8(self, source: Source) -> MXFP8:
+        """A tensor in MXFP8."""
+        weight = source.read(self.device, torch.float32)
+        held = MXFP8(
+            torch.empty(weight.shape, dtype=CODES, device=self.device),
+            torch.empty(*weight.shape[:-1], weight.shape[-1] // BLOCK, dtype=torch.uint8,
+                        device=self.device),
+        )  # fmt: skip
+        try:
+            quantize_into(held, weight)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        away = dequantize(held, dtype=torch.float32).sub_(weight)
+        squares = [float(one.double().square().sum()) for one in (weight, away)]
+        deviation = Deviation(squares[0], squares[1], float(away.abs().max()))
+        self._note(source, "MXFP8", held.nbytes, deviation)
+        return held
+
     def kept(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in a type that holds all its values."""
         tensor = source.read(torch.device("cpu"), dtype)
@@ -70,7 +92,7 @@ class Job:
         self.advance(source.nbytes)
 
     def report(self) -> list[dict[str, object]]:
-        """A row for each kind of tensor and format; of NVFP4 with how far it is from what was."""
+        """A row for each kind of tensor and format; packed ones with how far from what was."""
         return [
             {
                 "kind": kind,
@@ -78,8 +100,8 @@ class Job:
                 "tensors": row.tensors,
                 "bytes_before": row.bytes_before,
                 "bytes_after": row.bytes_after,
-                "relative_rms_error": row.deviation.relative if form == "NVFP4" else None,
-                "largest_error": row.deviation.largest if form == "NVFP4" else None,
+                "relative_rms_error": row.deviation.relative if form in PACKED else None,
+                "largest_error": row.deviation.largest if form in PACKED else None,
             }
             for (kind, form), row in self.rows.items()
         ]

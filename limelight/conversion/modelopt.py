@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -18,12 +17,7 @@ from limelight.conversion.sources import Source, Sources
 from limelight.models.flint import Flint
 from limelight.models.loader import Model
 from limelight.ops.fp4 import BLOCK
-from limelight.quant.safetensor_files import INDEX
 
-SHARD_BYTES = 5 * 10**9
-# What a checkpoint has beside its weights that goes along unchanged, and what does not.
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
-REWRITTEN = ("config.json", "hf_quant_config.json", INDEX)
 # Engines join these matrices: under one global scale any engine can, and nothing is lost by it.
 JOINED = re.compile(r"\.([qkv]|gate|up)_proj\.")
 
@@ -52,7 +46,7 @@ def plan(model: Model, sources: Sources) -> tuple[int, Callable[[Job, Path], Non
         {name: outline for source in group for name, outline in _outlines(model, source)}
         for group in groups.values()
     ]
-    files = shards.split(outlines, most=SHARD_BYTES)
+    files = shards.split(outlines, most=shards.SHARD_BYTES)
     size = sum(outline.nbytes for file in files for outline in file.values())
     return size + 2**26, partial(_write, model, list(groups.values()), files)
 
@@ -73,10 +67,7 @@ def _write(
     model: Model, groups: list[list[Source]], files: list[shards.Outlines], job: Job, path: Path
 ) -> None:
     path.mkdir()
-    for pattern in COPIED:
-        for file in job.folder.glob(pattern):
-            if file.name not in REWRITTEN:
-                shutil.copyfile(file, path / file.name)
+    shards.copy_rest(job.folder, path)
     _write_configs(model, job.folder, path)
     shards.write(path, files, _tensors(model, groups, job))
 

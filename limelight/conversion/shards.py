@@ -1,11 +1,18 @@
 """Safetensors files written tensor by tensor, so that memory holds one tensor and not a file."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from limelight.quant.safetensor_files import INDEX
+
+SHARD_BYTES = 5 * 10**9
+# What a checkpoint has beside its weights that goes along unchanged, and what does not.
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+REWRITTEN = ("config.json", "hf_quant_config.json", INDEX)
 NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -15,6 +22,14 @@ NAMES = {
 }
 # Tensors that are to be written, on the meta device, by their names.
 Outlines = dict[str, torch.Tensor]
+
+
+def copy_rest(folder: Path, into: Path) -> None:
+    """Tokenizer, template and the like of a checkpoint."""
+    for pattern in COPIED:
+        for file in folder.glob(pattern):
+            if file.name not in REWRITTEN:
+                shutil.copyfile(file, into / file.name)
 
 
 def split(groups: list[Outlines], *, most: int) -> list[Outlines]:

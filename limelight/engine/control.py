@@ -304,18 +304,22 @@ class Control:
 
     def _update_weights(self, order: UpdateWeights) -> Result:
         self._check_awake()
+        result = self._go_on(order)
+        self._last_call = time.monotonic()
+        return result
+
+    def _go_on(self, order: UpdateWeights | FinishUpdate) -> Result:
+        """What fails of an open update ends it."""
         was_updating = self.updating
         try:
-            result = self.devices.carry_out(order)
+            return self.devices.carry_out(order)
         except Exception:
             if was_updating:
                 self.updating, self.incomplete = False, FAILED
             raise
-        self._last_call = time.monotonic()
-        return result
 
     def _finish_update(self, order: FinishUpdate) -> Result:
-        result = self.devices.carry_out(order)
+        result = self._go_on(order)
         self.updating = False
         self.num_updates += 1
         self.engine.weight_version = order.version or str(self.num_updates)

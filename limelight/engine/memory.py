@@ -18,7 +18,8 @@ from limelight.cache.storage import BlockShape
 from limelight.config import EngineConfig
 from limelight.models.loader import Model
 from limelight.models.unpacked import unpacked_numbers
-from limelight.ops.fp4 import FP4, Weight
+from limelight.ops.fp4 import FP4
+from limelight.ops.weight import Weight
 
 GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -76,7 +77,9 @@ def unpacked_kinds(outline: Model, device: torch.device, dtype: torch.dtype) -> 
 
 def format_of(weight: Weight) -> str:
     """How a tensor's values are held."""
-    return "nvfp4" if isinstance(weight, FP4) else str(weight.dtype).removeprefix("torch.")
+    if isinstance(weight, torch.Tensor):
+        return str(weight.dtype).removeprefix("torch.")
+    return "nvfp4" if isinstance(weight, FP4) else "mxfp8"
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

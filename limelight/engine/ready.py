@@ -53,6 +53,7 @@ def load_models(
         replace(place, adapters=room),
         config_folder=found.config,
         stored=found.stored,
+        declared=found.declared,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         progress=progress,
     )
@@ -66,7 +67,7 @@ def load_models(
 def outline_models(config: EngineConfig, found: "Resolved", place: Placement) -> Loaded:
     """The same without memory: shapes and types alone."""
     room = make_room(config, found.dtype)
-    place = replace(place, outline=True, packed=found.packed)
+    place = replace(place, outline=True, packing=found.packing)
     model = build(found.architecture, found.shape, replace(place, adapters=room)).eval()
     drafter = None
     if found.drafter is not None:

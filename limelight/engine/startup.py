@@ -26,6 +26,7 @@ from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
 from limelight.engine.expert_load import ExpertLoad, load_file
 from limelight.engine.experts import expert_mesh, joined
+from limelight.engine.formats import declared_for, told_formats
 from limelight.engine.grammar import Grammars
 from limelight.engine.grammar_worker import Vocabulary
 from limelight.engine.lockstep import FixedDevices, JoinedRunner, meet
@@ -51,7 +52,7 @@ from limelight.models.layers import Placement
 from limelight.models.loader import (
     build,
     find_tensors,
-    packed_names,
+    packing_of,
     read_config,
 )
 from limelight.ops.ahead import compilations, settle_keys
@@ -60,8 +61,8 @@ from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
 from limelight.progress import Progress
-from limelight.quant.declared import read_declared
-from limelight.quant.stored import Stored
+from limelight.quant.declared import Declared
+from limelight.quant.stored import Packing, Stored
 from limelight.runner.routing import RoutedReader
 from limelight.runner.runner import ModelRunner
 from limelight.runner.sampler import NO_GRAMMARS
@@ -85,13 +86,15 @@ LEAST_FP8_HEAD = 32
 class Resolved:
     """What a config comes to here: the files of the model, its shape, and how it will run.
 
-    `stored` is None for dummy weights of a folder; `packed` tells which tensors are NVFP4.
+    `stored` is None for dummy weights of a folder; `declared` is how weights are to be quantized
+    that are plain there, and `packing` how each tensor is held.
     """
 
     weights: Path
     config: Path
     stored: list[Stored] | None
-    packed: Callable[[str], bool]
+    declared: Declared
+    packing: Callable[[str], Packing | None]
     architecture: str
     shape: FlintConfig | BeamConfig
     device: torch.device
@@ -109,7 +112,8 @@ class Resolved:
         """A hash of all that must be the same on every rank; folders may be elsewhere."""
         tensors = [(one.file.name, one.name, one.dtype, one.shape) for one in self.stored or []]
         drafter = self.drafter and self.drafter.shape
-        parts = (self.architecture, self.shape, self.dtype, self.max_model_len, tensors, drafter)
+        model = self.architecture, self.shape, self.dtype, self.declared
+        parts = (*model, self.max_model_len, tensors, drafter)
         return hashlib.sha256(repr(parts).encode()).digest()
 
 
@@ -122,7 +126,8 @@ def resolve(config: EngineConfig) -> Resolved:
     architecture, shape = read_config(folder)
     without = config.load_format == "dummy" and weights.is_dir()
     stored = None if without else find_tensors(weights)
-    packed = read_declared(folder).packed if stored is None else packed_names(stored)
+    declared = declared_for(config, folder, has_weights=stored is not None)
+    packing = packing_of(stored, declared)
     device = _device(config.device)
     # CPUs multiply small FP32 matrices several times faster than BF16 ones, and more exactly.
     auto = "float32" if device.type == "cpu" else shape.dtype
@@ -136,8 +141,9 @@ def resolve(config: EngineConfig) -> Resolved:
     if config.speculative is not None:
         drafter = find_drafter(config.speculative, kv_cache_dtype=config.kv_cache_dtype)
     return Resolved(
-        weights, folder, stored, packed, architecture, shape, device, dtype, length, drafter
-    )
+        weights, folder, stored, declared, packing, architecture, shape, device, dtype, length,
+        drafter,
+    )  # fmt: skip
 
 
 def _device(name: str) -> torch.device:
@@ -163,7 +169,7 @@ def plan_memory(
     """What `config` would take on this rank's device, or on that of rank 0; nothing is loaded."""
     mesh = mesh or Mesh(size=config.tensor_parallel_size)
     model, device, dtype = found.shape, found.device, found.dtype
-    place = Placement(mesh, dtype, device, outline=True, packed=found.packed, experts=experts)
+    place = Placement(mesh, dtype, device, outline=True, packing=found.packing, experts=experts)
     room = make_room(config, dtype)
     outline = build(found.architecture, model, replace(place, adapters=room))
     kinds = weight_kinds(outline) + unpacked_kinds(outline, device, dtype) + adapter_kinds(room)
@@ -328,6 +334,7 @@ def _start(
         num_blocks=plan.num_blocks,
         dtype=str(found.dtype)[6:],
         returns_routed_experts=config.enable_return_routed_experts,
+        quantized=told_formats(runner.model.targets),
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"
@@ -348,7 +355,8 @@ def _start(
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:
-    identity = (found.architecture, found.weights.resolve(), found.dtype, plan.block.dtype)
+    where = found.weights.resolve(), found.declared
+    identity = (found.architecture, *where, found.dtype, plan.block.dtype)
     return CacheGroups(
         plan.groups,
         BlockPool(plan.num_blocks, block_size=config.block_size),

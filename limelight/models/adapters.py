@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from limelight.ops.fp4 import Weight
 from limelight.ops.lora import Adapted, Matrix, StepAdapters
+from limelight.ops.weight import Stack, Weight
 
 # Matrix units multiply so many ranks at a time.
 RANKS_AT_ONCE = 16
@@ -74,7 +74,7 @@ class AdapterRoom:
 
     def beside(
         self,
-        weight: Weight,
+        weight: Weight | Stack,
         prefix: str,
         parts: Sequence[Projection],
         columns: int,
@@ -97,7 +97,7 @@ class AdapterRoom:
         if shared and self.merges_experts:
             if not isinstance(weight, torch.Tensor):
                 raise ValueError(
-                    f"{prefix}{parts[0].name} is NVFP4, with which no adapter can be merged: leave "
+                    f"{prefix}{parts[0].name} is quantized, and no adapter can be merged: leave "
                     f"--merge-lora-experts out"
                 )
             matrix = weight

@@ -11,9 +11,11 @@ import torch
 from limelight.checkpoint import read_json
 from limelight.models.dflash2 import DFlash2, Ends
 from limelight.models.dflash2_config import DFlash2Config
-from limelight.models.layers import Placement, Target
+from limelight.models.layers import Placement
 from limelight.models.loader import Model, fill_dummy, find_tensors, load_weights, match_tensors
-from limelight.ops.fp4 import FP4, Weight, unpack_reference
+from limelight.models.targets import Target
+from limelight.ops.fp4 import FP4, unpack_reference
+from limelight.ops.weight import Weight
 from limelight.progress import Progress
 from limelight.quant.stored import Stored
 
@@ -107,6 +109,7 @@ def _check_copy(one: Stored, target: Target) -> None:
 def _values(weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight
+    assert isinstance(weight, FP4)
     units = unpack_reference(weight.codes, weight.scales, dtype=torch.float32)
     return units * weight.rows[..., None]
 

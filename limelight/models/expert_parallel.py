@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from limelight.ops import linear
 from limelight.ops.expert_pairs import expert_pairs, unpack_once
-from limelight.ops.fp4 import Weight
 from limelight.ops.placed_sum import placed_sum
+from limelight.ops.weight import Weight
 from limelight.parallel import dispatch
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.row_codes import decode_rows, encode_rows

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +17,19 @@ from torch import nn
 from limelight.models.adapters import AdapterRoom
 from limelight.models.dummy import ONES, OUTPUT_PROJECTION, PROJECTION, UNIT, Dummy
 from limelight.models.expert_parallel import DividedExperts
-from limelight.ops import activation, experts, linear, norm
+from limelight.models.targets import Target, Targets
+from limelight.ops import activation, experts, fp4, linear, mxfp8, norm
 from limelight.ops.boundary import Summand
 from limelight.ops.embed import embed
-from limelight.ops.fp4 import BLOCK, FP4, Weight
+from limelight.ops.fp4 import FP4
 from limelight.ops.lora import Matrix, without_adapters
+from limelight.ops.mxfp8 import MXFP8
 from limelight.ops.rope import Heads
+from limelight.ops.weight import Stack, Weight, rows_of
 from limelight.parallel.collectives import all_gather, summed
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where one checkpoint tensor goes.
-
-    The tensor has `shape`; `take` is the part that this rank holds and `into` the piece of a
-    parameter that receives it. Routed experts are one tensor of all of them; where a rank holds
-    whole ones, `experts` are those that `into` has, one after the other.
-    """
-
-    into: Weight
-    shape: tuple[int, ...]
-    take: tuple[slice, ...]
-    dummy: Dummy
-    experts: tuple[int, ...] | None = None
-
-
-Targets = dict[str, Target]
+from limelight.quant.stored import Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +49,15 @@ def all_of(size: int) -> slice:
     return slice(0, size)
 
 
-def nothing_is_packed(name: str) -> bool:
-    return False
+def nothing_is_packed(name: str) -> Packing | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """What every layer of a model is built with; an outline has shapes and types, and no memory.
 
-    `packed` tells whether the checkpoint has the tensor of a name as NVFP4. `prefix` is what the
+    `packing` tells how the tensor of a name is packed, if it is. `prefix` is what the
     names of a layer begin with; `targets` gathers them for the whole model. With `adapters` there
     is room for these beside every matrix of a layer. With `experts`
     ranks hold whole experts, and bring rows of their own to them.
@@ -81,7 +67,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     outline: bool = False
-    packed: Callable[[str], bool] = nothing_is_packed
+    packing: Callable[[str], Packing | None] = nothing_is_packed
     prefix: str = ""
     targets: Targets = field(default_factory=dict)
     adapters: AdapterRoom | None = None
@@ -141,29 +127,45 @@ class Placement:
         those of them that it holds.
         """
         take = take or all_of(columns)
-        names = [f"{self.prefix}{part.name}.weight" for part in parts]
-        packed = [self.packed(name) for name in names]
-        if any(packed) and not all(packed):
-            raise ValueError(
-                f"{names[packed.index(True)]} is NVFP4 and {names[packed.index(False)]} is not; "
-                f"they must be of one kind, for they are held as one matrix"
-            )
+        alike = [(kind, list(run)) for kind, run in groupby(parts, self._packing_of)]
+        if len(alike) > 1 and (count or any(kind == "NVFP4" for kind, _ in alike)):
+            kinds = [
+                f"{self.prefix}{run[0].name}.weight is {kind or 'plain'}" for kind, run in alike
+            ]
+            raise ValueError(f"{', '.join(kinds)}; held as one matrix, they must be of one kind")
+        weights = [
+            self._alike(kind, run, columns, take, count, experts, dtype=dtype, dummy=dummy)
+            for kind, run in alike
+        ]
+        matrix = weights[0] if len(weights) == 1 else Stack(tuple(weights))
+        if self.adapters is None:
+            return matrix
+        device = torch.device("meta") if self.outline else self.device
+        return self.adapters.beside(matrix, self.prefix, parts, columns, take, device)
+
+    def _alike(
+        self, kind: Packing | None, parts: list[Part], columns: int, take: slice,
+        count: int | None, experts: tuple[int, ...] | None, *,
+        dtype: torch.dtype | None, dummy: Dummy,
+    ) -> Weight:  # fmt: skip
+        """A matrix whose parts are packed alike."""
         front = () if count is None else (count,)
         held_front = front if experts is None else (len(experts),)
         held = (*held_front, sum(part.held for part in parts), take.stop - take.start)
-        weight = self._packed(names[0], *held) if packed[0] else self._plain(*held, dtype=dtype)
+        name = f"{self.prefix}{parts[0].name}.weight"
+        weight = self._packed(kind, name, *held) if kind else self._plain(*held, dtype=dtype)
         first = 0
         for part in parts:
             rows = slice(first, first + part.held)
             first = rows.stop
-            into = weight.narrow(rows) if isinstance(weight, FP4) else weight[..., rows, :]
+            into = rows_of(weight, rows)
             shape = (*front, part.size, columns)
             part_take = (*map(all_of, front), part.take, take)
             self.fill(f"{part.name}.weight", into, shape, part_take, dummy, experts)
-        if self.adapters is None:
-            return weight
-        device = torch.device("meta") if self.outline else self.device
-        return self.adapters.beside(weight, self.prefix, parts, columns, take, device)
+        return weight
+
+    def _packing_of(self, part: Part) -> Packing | None:
+        return self.packing(f"{self.prefix}{part.name}.weight")
 
     def _plain(self, *shape: int, dtype: torch.dtype | None) -> nn.Parameter:
         """FP32 on a CPU keeps a matrix's input dimension outermost in memory: for the few rows of a
@@ -174,13 +176,19 @@ class Placement:
         value = self.empty(*front, columns, rows, dtype=dtype).mT
         return nn.Parameter(value, requires_grad=False)
 
-    def _packed(self, name: str, *shape: int) -> FP4:
+    def _packed(self, kind: Packing, name: str, *shape: int) -> FP4 | MXFP8:
         *rows, columns = shape
-        if columns % BLOCK:
-            raise ValueError(f"{name}: {columns} columns a rank are not whole blocks of {BLOCK}")
+        block = fp4.BLOCK if kind == "NVFP4" else mxfp8.BLOCK
+        if columns % block:
+            raise ValueError(f"{name}: {columns} columns a rank are not whole blocks of {block}")
+        if kind == "MXFP8":
+            return MXFP8(
+                self.empty(*rows, columns, dtype=mxfp8.CODES),
+                self.empty(*rows, columns // block, dtype=torch.uint8),
+            )
         return FP4(
             self.empty(*rows, columns // 2, dtype=torch.uint8),
-            self.empty(*rows, columns // BLOCK, dtype=torch.float8_e4m3fn),
+            self.empty(*rows, columns // block, dtype=torch.float8_e4m3fn),
             self.empty(*rows, dtype=torch.float32),
         )
 

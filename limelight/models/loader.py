@@ -16,12 +16,15 @@ from limelight.checkpoint import HUB_WEIGHTS, read_json
 from limelight.models.beam import Beam, BeamConfig
 from limelight.models.dummy import Dummy
 from limelight.models.flint import Flint, FlintConfig
-from limelight.models.layers import Placement, Target, Targets
+from limelight.models.layers import Placement
+from limelight.models.targets import Target, Targets, coded
 from limelight.ops.fp4 import FP4, VALUES
+from limelight.ops.mxfp8 import MXFP8, quantize_into
+from limelight.ops.weight import device_of
 from limelight.progress import Progress
 from limelight.quant import gguf, safetensor_files
-from limelight.quant.declared import read_declared
-from limelight.quant.stored import DTYPES, Stored
+from limelight.quant.declared import PLAIN, Declared, read_declared
+from limelight.quant.stored import CODES, DTYPES, SCALE, SCALES, Packing, Stored
 
 Model = Flint | Beam
 MODELS: dict[str, tuple[type[Flint], type[FlintConfig]] | tuple[type[Beam], type[BeamConfig]]] = {
@@ -29,7 +32,12 @@ MODELS: dict[str, tuple[type[Flint], type[FlintConfig]] | tuple[type[Beam], type
     "BeamForCausalLM": (Beam, BeamConfig),
 }
 CACHE_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_proj\.\2_scale")
-ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
+ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight(?:_scale)?)")
+
+
+HEAD = "lm_head.weight"
+# Of codes and scales of MXFP8, by the type in which they are held.
+TYPES = {torch.float8_e4m3fn: (CODES,), torch.uint8: SCALES}
 
 
 # The name of a target, and which of its experts, if they came one by one.
@@ -84,18 +92,53 @@ def has_weights(path: Path) -> bool:
     return path.is_file() or any(any(path.glob(kind)) for kind in HUB_WEIGHTS)
 
 
-def packed_names(stored: Iterable[Stored]) -> Callable[[str], bool]:
-    """Which tensors, by the model's names, a checkpoint has as NVFP4."""
+def packing_of(
+    stored: Iterable[Stored] | None, declared: Declared
+) -> Callable[[str], Packing | None]:
+    """How tensors are to be held, by the model's names: as the checkpoint has them, or where all
+    are plain, or there is none, as `declared`."""
+    if stored is None:
+        return declared.packing
     firsts: dict[str, Stored] = {}
     for one in stored:
-        if one.dtype not in DTYPES:
-            raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}")
+        if _is_scale(one):
+            continue
         name, expert = _stacked(one.target)
         first = firsts.setdefault(name, one)
-        if (one.dtype == "NVFP4") != (first.dtype == "NVFP4"):
+        if _packed(one) != _packed(first):
             alike = "experts must be of one kind" if expert is not None else "there can be but one"
             raise ValueError(f"{one}: type {one.dtype}, but {first} is {first.dtype}; {alike}")
-    return lambda name: name in firsts and firsts[name].dtype == "NVFP4"
+    found = {name: kind for name, one in firsts.items() if (kind := _packed(one)) is not None}
+    if found.get(HEAD) == "MXFP8":
+        raise ValueError(f"{firsts[HEAD]}: the LM head cannot be MXFP8")
+    if declared.format == "MXFP8":
+        for name, one in firsts.items():
+            if found.get(name) == "NVFP4" or one.file.suffix == ".gguf":
+                raise ValueError(f"{one}: NVFP4 and GGUF cannot become MXFP8")
+    if declared.format == "NVFP4" and not found:
+        raise ValueError("the weights are declared as NVFP4, but none of them is")
+    return found.get if found else declared.packing
+
+
+def _packed(one: Stored) -> Packing | None:
+    """How a tensor is packed in its file."""
+    if one.dtype == CODES:
+        return "MXFP8"
+    if one.dtype not in DTYPES:
+        raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}, {CODES}")
+    return "NVFP4" if one.dtype == "NVFP4" else None
+
+
+def _is_scale(one: Stored) -> bool:
+    """Whether these are scales of MXFP8: of others of that name the type is a fault."""
+    if not one.target.endswith(f".weight{SCALE}"):
+        return False
+    if one.dtype not in SCALES:
+        raise ValueError(
+            f"{one}: type {one.dtype}; the scales of MXFP8, of which FP8 weights must be, are "
+            f"{' or '.join(SCALES)}"
+        )
+    return True
 
 
 def cache_scales(stored: Iterable[Stored], layers: int) -> torch.Tensor:
@@ -125,7 +168,7 @@ def match_tensors(
 ) -> list[Filling]:
     """What fills each target; `ValueError` names the first tensors that do not fit."""
     found = place_tensors(stored, targets, renames)
-    if missing := list(_missing(targets, found.keys())):
+    if missing := list(_missing(targets | coded(targets), found.keys())):
         raise ValueError(f"{folder}: {_some(missing)} missing in the checkpoint")
     return [filling for fillings in found.values() for filling in fillings]
 
@@ -134,7 +177,9 @@ def place_tensors(
     stored: Iterable[Stored], targets: Targets, renames: dict[str, str]
 ) -> dict[Place, list[Filling]]:
     """What each of some tensors fills, nothing if it is an expert that other ranks hold;
-    `ValueError` names the first ones that do not fit."""
+    `ValueError` names the first ones that do not fit. Scales of MXFP8 have a place of their own,
+    with nothing that fills it where they are made of the weight."""
+    codes_and_scales = coded(targets)
     found: dict[Place, list[Filling]] = {}
     sources: dict[Place, Stored] = {}
     leftover = []
@@ -144,15 +189,22 @@ def place_tensors(
         name, expert = _stacked(one.target)
         for old, new in renames.items():
             name = name.replace(old, new)
-        target = targets.get(name)
+        is_coded = one.dtype == CODES or name.endswith(f".weight{SCALE}")
+        target = (codes_and_scales if is_coded else targets).get(name)
+        if target is None and is_coded and (base := name.removesuffix(SCALE)) in targets:
+            raise ValueError(f"{one}: type {one.dtype}, but {base} is not held as MXFP8")
         if target is None or expert is not None and expert >= target.shape[0]:
             leftover.append(str(one))
             continue
-        if (name, expert) in found:
-            raise ValueError(f"{one} stands for {name}, and so does {sources[name, expert]}")
         _check(one, target if expert is None else replace(target, shape=target.shape[1:]))
-        sources[name, expert] = one
-        found[name, expert] = [Filling(one, part) for part in _parts(target, expert)]
+        fillings = [Filling(one, part) for part in _parts(target, expert)]
+        places = {name: fillings}
+        if isinstance(target.into, MXFP8):
+            places[name + SCALE] = []
+        for place, filled in places.items():
+            if (place, expert) in found:
+                raise ValueError(f"{one} stands for {place}, and so does {sources[place, expert]}")
+            sources[place, expert], found[place, expert] = one, filled
     if leftover:
         raise ValueError(f"{_some(leftover)} not part of the model")
     return found
@@ -179,11 +231,13 @@ def _parts(target: Target, expert: int | None) -> list[Target]:
 
 
 def _check(one: Stored, target: Target) -> None:
-    if one.dtype not in DTYPES:
-        raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(DTYPES)}")
+    into = target.into
+    types = TYPES.get(into.dtype, DTYPES) if isinstance(into, torch.Tensor) else DTYPES
+    if one.dtype not in types:
+        raise ValueError(f"{one}: type {one.dtype}; expected one of {', '.join(types)}")
     if one.shape != target.shape:
         raise ValueError(f"{one}: shape {list(one.shape)}; expected {list(target.shape)}")
-    if (one.dtype == "NVFP4") != isinstance(target.into, FP4):
+    if (one.dtype == "NVFP4") != isinstance(into, FP4):
         raise ValueError(f"{one}: type {one.dtype}; this tensor cannot be held so")
 
 
@@ -237,10 +291,15 @@ def fill_dummy(targets: Targets, *, seed: int, progress: Progress):
 
 def _fill(target: Target, *, seed: int):
     into, dummy = target.into, target.dummy
-    device = into.codes.device if isinstance(into, FP4) else into.device
+    device = device_of(into)
     generator = torch.Generator(device=device).manual_seed(seed)
     if isinstance(into, FP4):
         _fill_packed(into, dummy, generator)
+    elif isinstance(into, MXFP8):
+        # One matrix at a time in FP32.
+        for one in map(into.__getitem__, range(len(into))) if len(into.shape) == 3 else (into,):
+            values = torch.empty(one.shape, device=device)
+            quantize_into(one, values.normal_(dummy.mean, dummy.std, generator=generator))
     else:
         into.normal_(dummy.mean, dummy.std, generator=generator)
 
@@ -261,22 +320,26 @@ def load_model(
     *,
     config_folder: Path | None = None,
     stored: list[Stored] | None = None,
+    declared: Declared | None = None,
     dummy_seed: int | None = None,
     progress: Progress,
 ) -> Model:
     """The model at `path` with its weights, or random ones where `dummy_seed` is given.
 
-    `stored` is what `find_tensors` found there, if it has been asked already.
+    `stored` is what `find_tensors` found there, if it has been asked already; `declared` how
+    weights are to be held that are plain there.
     """
     folder = config_folder or path
     architecture, config = read_config(folder)
     if dummy_seed is not None:
-        packed = packed_names(stored) if stored is not None else read_declared(folder).packed
-        model = build(architecture, config, replace(place, packed=packed))
+        if stored is None and declared is None:
+            declared = read_declared(folder)
+        packing = packing_of(stored, declared or PLAIN)
+        model = build(architecture, config, replace(place, packing=packing))
         fill_dummy(model.targets, seed=dummy_seed, progress=progress)
         return model.eval()
     stored = find_tensors(path) if stored is None else stored
-    place = replace(place, packed=packed_names(stored))
+    place = replace(place, packing=packing_of(stored, declared or PLAIN))
     # Shapes alone: a fault in the checkpoint is found before any memory is taken.
     outline = build(architecture, config, replace(place, outline=True))
     match_tensors(stored, outline.targets, outline.renames, folder=path)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, Weight, stacked
+from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, PlainOrFP4, stacked
 from limelight.ops.thin import block_sums, blocks_of, decoded
 
 
@@ -478,7 +478,7 @@ DOWN_FP4: dict[int, Tile] = {
 }
 
 
-def most_rows(size: int, weight: Weight) -> int:
+def most_rows(size: int, weight: PlainOrFP4) -> int:
     """How many rows `few_moe` is for."""
     return by_size(FEW_FP4 if isinstance(weight, FP4) else FEW, size)
 
@@ -489,19 +489,19 @@ def _chunk(size: int, most: int) -> int:
     return min(most, chunk if chunk >= 32 else max(next_power_of_2(size), 8))
 
 
-def _parts(weight: Weight | None) -> tuple[torch.Tensor | None, ...]:
+def _parts(weight: PlainOrFP4 | None) -> tuple[torch.Tensor | None, ...]:
     """What kernels take of a weight: itself, or blocks, their scales and those of the rows."""
     return (*blocks_of(weight), weight.rows) if isinstance(weight, FP4) else (weight, None, None)
 
 
 def few_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: PlainOrFP4,
+    down_EDF: PlainOrFP4,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: PlainOrFP4 | None,
+    shared_down_DF: PlainOrFP4 | None,
     added_TD: torch.Tensor | None = None,
     *,
     fp32: bool,

@@ -5,19 +5,21 @@ does (`fp32`, or silu and product apart); each expert's output is rounded, their
 FP32 and rounded once. Then come the scale and the shared expert's rounded output, each rounded.
 
 Kernels for a few rows read the chosen experts alone (`chosen.py`); many rows are sorted by expert
-first (`grouped.py`). In a step whose rows have adapters beside the routed experts' weights, each
-product is a kernel of its own (`adapted.py`).
+first (`grouped.py`). In a step whose rows have adapters beside the routed experts' weights, and
+with weights of MXFP8, each product is a kernel of its own (`adapted.py`).
 """
 
 import torch
 
 from limelight.ops import grouped, invariant, is_batch_invariant, linear, op
 from limelight.ops.activation import Activation, swiglu, swiglu_fp32
-from limelight.ops.adapted import adapted_moe
+from limelight.ops.adapted import moe_by_products
 from limelight.ops.chosen import few_moe, most_rows
 from limelight.ops.combine import Unsummed
-from limelight.ops.fp4 import FP4, multiply_reference
+from limelight.ops.fp4 import FP4, PlainOrFP4
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed, without_adapters
+from limelight.ops.mxfp8 import MXFP8
+from limelight.ops.weight import Stack, multiply_reference
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
 # once, in two products, beat a loop over those chosen while they are at most this many times the
@@ -43,6 +45,7 @@ def moe_reference(
     The shared expert, where there is one, may be of another width."""
     act = swiglu_fp32 if fp32 else swiglu
     gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
+    assert not isinstance(gate_up_EGD, Stack) and not isinstance(down_EDF, Stack)
     experts, count = len(gate_up_EGD), ids_TN.shape[1]
     few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
     alike = is_batch_invariant()
@@ -110,7 +113,7 @@ def _product_of(
 ) -> torch.Tensor:
     """That of an expert, for these rows of the step."""
     if not isinstance(weight_EDF, Adapted):
-        return multiply_reference(x_XF, weight_EDF[e])
+        return multiply_reference(x_XF, without_adapters(weight_EDF)[e])
     own, adapters_T = weight_EDF.expert(e), weight_EDF.step.of_rows_T
     assert adapters_T is not None
     y_XD = multiply_reference(x_XF, own.base)
@@ -138,11 +141,13 @@ def _check(
         assert shared_gate_up_GD.shape == (2 * shared_down_DF.shape[1], size)
         assert len(shared_down_DF) == size
         held += [shared_gate_up_GD, shared_down_DF]
-    for weight in map(without_adapters, held):
-        if isinstance(weight, FP4):
-            weight.check()
-        else:
-            assert weight.is_contiguous() and weight.dtype == y_TD.dtype
+    for weight in held:
+        alone = weight.base if isinstance(weight, Adapted) else weight
+        for part in alone.parts if isinstance(alone, Stack) else (alone,):
+            if isinstance(part, torch.Tensor):
+                assert part.is_contiguous() and part.dtype == y_TD.dtype
+            else:
+                part.check()
 
 
 def _launch_moe(
@@ -206,27 +211,37 @@ def _launch_unsummed_moe(
     if shared_gate_up_GD is not None and shared_down_DF is not None:
         shared = needed(shared_gate_up_GD), needed(shared_down_DF)
         kinds = set(map(_kind, (gate_up_EGD, *shared)))
-        if len(kinds) > 1 or Adapted in kinds:
+        if len(kinds) > 1 or kinds & BY_PRODUCTS:
             # The kernels take routed and shared weights of one kind.
             inner_TF = linear.swiglu_project.kernel(y_TD, shared[0], fp32=fp32)
             added_TD = linear.project.kernel(inner_TF, shared[1])
         else:
-            wide_GD, narrow_DF = map(without_adapters, shared)
-    if isinstance(gate_up_EGD, Adapted) or isinstance(down_EDF, Adapted):
-        return adapted_moe(
+            wide_GD, narrow_DF = map(_fused, shared)
+    if {_kind(gate_up_EGD), _kind(down_EDF)} & BY_PRODUCTS:
+        return moe_by_products(
             y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, added_TD, fp32=fp32, scale=scale
         )
-    alike = _kind(gate_up_EGD) == _kind(down_EDF)
-    few = alike and len(y_TD) <= most_rows(y_TD.shape[1], gate_up_EGD)
+    gate_up, down = _fused(gate_up_EGD), _fused(down_EDF)
+    few = _kind(gate_up) == _kind(down) and len(y_TD) <= most_rows(y_TD.shape[1], gate_up)
     few = few and not is_batch_invariant()
     return (few_moe if few else grouped.unsummed_moe)(
-        y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, wide_GD, narrow_DF, added_TD,
+        y_TD, gate_up, down, weights_TN, ids_TN, wide_GD, narrow_DF, added_TD,
         fp32=fp32, scale=scale,
     )  # fmt: skip
 
 
+def _fused(weight: Matrix) -> PlainOrFP4:
+    """A weight that the fused kernels take."""
+    assert isinstance(weight, torch.Tensor | FP4)
+    return weight
+
+
 def _kind(weight: Matrix) -> type:
     return torch.Tensor if isinstance(weight, torch.Tensor) else type(weight)
+
+
+# Weights that the fused kernels do not take.
+BY_PRODUCTS = {Adapted, Stack, MXFP8}
 
 
 moe = op(reference=moe_reference, kernel=_launch_moe)

@@ -75,7 +75,8 @@ class FP4:
         assert all(tensor.is_contiguous() for tensor in self.tensors)
 
 
-Weight = torch.Tensor | FP4
+# What most kernels take.
+PlainOrFP4 = torch.Tensor | FP4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Unpacked:
         return len(self.values)
 
 
-Matrices = Weight | Unpacked
+Matrices = PlainOrFP4 | Unpacked
 
 # Weights that the reference has in FP32 at a time.
 UNPACKED_AT_ONCE = 2**22
@@ -113,11 +114,9 @@ def unpack_reference(
     return blocks.flatten(-2).to(dtype)
 
 
-def multiply_reference(x_TF: torch.Tensor, weight_DF: Weight) -> torch.Tensor:
-    """x W^T in the type of x; of NVFP4 the sum is scaled in FP32 before it is rounded."""
+def multiply_reference(x_TF: torch.Tensor, weight_DF: FP4) -> torch.Tensor:
+    """x W^T in the type of x; the sum is scaled in FP32 before it is rounded."""
     linear = invariant.linear if is_batch_invariant() else F.linear
-    if isinstance(weight_DF, torch.Tensor):
-        return linear(x_TF, weight_DF)
     (rows, columns), x_TF32 = weight_DF.shape, x_TF.float()
     step = max(1, UNPACKED_AT_ONCE // columns)
     pieces = [weight_DF[at : at + step] for at in range(0, rows, step)]

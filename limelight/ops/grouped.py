@@ -26,8 +26,8 @@ from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import (
     FP4,
     Matrices,
+    PlainOrFP4,
     Unpacked,
-    Weight,
     product_tile,
     scale_words,
     unpack,
@@ -291,7 +291,7 @@ def grouped_fp4_kernel(
 
 
 Tile = dict[str, int]
-Pair = tuple[Matrices, Weight | None]  # a weight of the routed experts, and of the shared one
+Pair = tuple[Matrices, PlainOrFP4 | None]  # a weight of the routed experts, and of the shared one
 
 
 def _tile(n: int, k: int, warps: int, stages: int) -> Tile:
@@ -476,12 +476,12 @@ def outputs(
 
 def unsummed_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: PlainOrFP4,
+    down_EDF: PlainOrFP4,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: PlainOrFP4 | None,
+    shared_down_DF: PlainOrFP4 | None,
     added_TD: torch.Tensor | None = None,
     *,
     fp32: bool,
@@ -497,12 +497,12 @@ def unsummed_moe(
 
 def grouped_moe(
     y_TD: torch.Tensor,
-    gate_up_EGD: Weight,
-    down_EDF: Weight,
+    gate_up_EGD: PlainOrFP4,
+    down_EDF: PlainOrFP4,
     weights_TN: torch.Tensor,
     ids_TN: torch.Tensor,
-    shared_gate_up_GD: Weight | None,
-    shared_down_DF: Weight | None,
+    shared_gate_up_GD: PlainOrFP4 | None,
+    shared_down_DF: PlainOrFP4 | None,
     added_TD: torch.Tensor | None = None,
     *,
     fp32: bool,

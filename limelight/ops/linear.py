@@ -12,6 +12,7 @@ the product is (Flint). The logits of `lm_head` are not rounded.
 
 One row and a few go through kernels of our own (`thin.py`), one row with norm and SwiGLU within.
 More rows, and more columns than registers hold, torch multiplies; NVFP4 weights `fp4.product`.
+MXFP8 weights have a kernel for any number of rows, which are quantized too (`mxfp8.product`).
 
 Where a weight has adapters beside it and a row has one, what it adds to y follows the product;
 norm and SwiGLU are then kernels of their own.
@@ -22,12 +23,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from limelight.ops import fp4, invariant, is_batch_invariant, op, thin
+from limelight.ops import fp4, invariant, is_batch_invariant, mxfp8, op, thin
 from limelight.ops.activation import swiglu, swiglu_fp32
 from limelight.ops.boundary import Partial, Summand, sum_add_rmsnorm, whole
-from limelight.ops.fp4 import FP4, Weight, multiply_reference
+from limelight.ops.fp4 import FP4
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed
+from limelight.ops.mxfp8 import MXFP8
 from limelight.ops.norm import add_rmsnorm, add_rmsnorm_reference, rmsnorm, rmsnorm_reference
+from limelight.ops.weight import Stack, Weight, multiply_reference
 
 
 def project_reference(x_TF: torch.Tensor, weight_DF: Matrix) -> torch.Tensor:
@@ -110,6 +113,11 @@ def _product(
     if isinstance(weight_DF, Adapted):
         y_TD = _adapt(x_TF, weight_DF, _product(x_TF, weight_DF.base), add_lora.kernel)
         return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
+    if isinstance(weight_DF, Stack):
+        y_TD = torch.cat([_product(x_TF, part) for part in weight_DF.parts], dim=1)
+        return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
+    if isinstance(weight_DF, MXFP8):
+        return mxfp8.product(x_TF, weight_DF, fp32=fp32)
     if is_batch_invariant():
         y_TD = invariant.linear(x_TF, _unpacked(weight_DF))
         return y_TD if fp32 is None else thin.swiglu_rows(y_TD, fp32=fp32)
@@ -148,7 +156,7 @@ def _norm_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weight_ND = needed(weight_ND)
     one = len(h_TD) == 1 and h_TD.shape[1] <= thin.MOST_COLUMNS and not is_batch_invariant()
-    if one and not isinstance(x_TD, Partial) and not isinstance(weight_ND, Adapted):
+    if one and not isinstance(x_TD, Partial) and isinstance(weight_ND, torch.Tensor | FP4):
         sum_TD, y_TN = thin.one_row(h_TD, x_TD, norm_D, weight_ND, eps=eps, fp32=fp32)
         return h_TD if sum_TD is None else sum_TD, y_TN
     h_TD, y_TD = _launch_norm(h_TD, x_TD, norm_D, eps)
@@ -189,6 +197,7 @@ def _unpacked(weight: Weight) -> torch.Tensor:
 
 
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
+    assert not isinstance(weight_VD, MXFP8), "the LM head is not of MXFP8"
     if is_batch_invariant():
         return invariant.linear(x_TD, _unpacked(weight_VD), dtype=torch.float32)
     if isinstance(weight_VD, FP4):

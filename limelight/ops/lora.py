@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl, stages
-from limelight.ops.fp4 import Weight
+from limelight.ops.weight import Stack, Weight
 
 Blocks = tuple[torch.Tensor, torch.Tensor]
 
@@ -43,7 +43,7 @@ class Adapted:
     first rows, and the end of the last, are in `starts` (int32 [P + 1]).
     """
 
-    base: Weight
+    base: Weight | Stack
     a: torch.Tensor
     b: torch.Tensor
     sizes: tuple[int, ...]
@@ -64,10 +64,11 @@ class Adapted:
 
     def expert(self, index: int) -> "Adapted":
         """That of one expert."""
-        return replace(self, base=self.base[index], a=self.a[:, index], b=self.b[:, index])
+        base = without_adapters(self)[index]
+        return replace(self, base=base, a=self.a[:, index], b=self.b[:, index])
 
 
-Matrix = Weight | Adapted
+Matrix = Weight | Stack | Adapted
 
 
 def needed(weight: Matrix) -> Matrix:
@@ -78,7 +79,10 @@ def needed(weight: Matrix) -> Matrix:
 
 
 def without_adapters(weight: Matrix) -> Weight:
-    return weight.base if isinstance(weight, Adapted) else weight
+    """The weight of experts, or of the LM head."""
+    alone = weight.base if isinstance(weight, Adapted) else weight
+    assert not isinstance(alone, Stack), "these are held in one"
+    return alone
 
 
 def add_lora_reference(

@@ -22,7 +22,7 @@ from limelight.ops.fp4 import (
     BLOCK,
     FP4,
     LEFT_OF_SUMS,
-    Weight,
+    PlainOrFP4,
     block_scale,
     codes_of,
     stacked,
@@ -375,7 +375,7 @@ LONG_FP4 = {1: Tile(16, 2, 8), FEW_FP4: Tile(32, 4, 3)}
 MOST_COLUMNS = 8192  # that registers hold
 
 
-def check(x_TF: torch.Tensor, weight_DF: Weight) -> None:
+def check(x_TF: torch.Tensor, weight_DF: PlainOrFP4) -> None:
     assert x_TF.stride(1) == 1 and weight_DF.shape[1] == x_TF.shape[1]
     if isinstance(weight_DF, FP4):
         weight_DF.check()
@@ -392,7 +392,7 @@ def one_row(
     h_TD: torch.Tensor | None,
     x_TD: torch.Tensor | None,
     norm_D: torch.Tensor | None,
-    weight_DF: Weight,
+    weight_DF: PlainOrFP4,
     *,
     eps: float = 0.0,
     fp32: bool | None = None,
@@ -436,7 +436,7 @@ def one_row(
 
 def few_rows(
     x_TF: torch.Tensor,
-    weight_DF: Weight,
+    weight_DF: PlainOrFP4,
     *,
     fp32: bool | None = None,
     dtype: torch.dtype | None = None,
@@ -467,7 +467,7 @@ def few_rows(
     return y_TN
 
 
-def few_tile(count: int, weight_DF: Weight) -> Tile | None:
+def few_tile(count: int, weight_DF: PlainOrFP4) -> Tile | None:
     """The tile for a few rows, or one; None where another product is as good."""
     columns = weight_DF.shape[1]
     if not 0 < count <= max(FEW_ROWS) or columns > MOST_COLUMNS:

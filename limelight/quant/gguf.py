@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from limelight.ops.fp4 import BLOCK, FP4, Weight
+from limelight.ops.fp4 import BLOCK, FP4
+from limelight.ops.weight import Weight
 from limelight.quant.gguf_header import Header, read_header
 from limelight.quant.stored import Stored
 

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from limelight.checkpoint import read_json
-from limelight.ops.fp4 import BLOCK, FP4, Weight
+from limelight.ops.fp4 import BLOCK, FP4
+from limelight.ops.weight import Weight
 from limelight.quant.stored import Stored, as_stored
 
 INDEX = "model.safetensors.index.json"

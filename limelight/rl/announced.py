@@ -12,12 +12,18 @@ from pathlib import Path
 
 import torch
 
-from limelight.models.layers import Targets
 from limelight.models.loader import Filling, Place, place_tensors
+from limelight.models.targets import Targets
 from limelight.quant.stored import as_stored
 
 # As safetensors files call the types that are taken; each is kept as the model holds the weight.
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+# The last are codes and scales of MXFP8.
+DTYPES = {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3", "uint8": "U8", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+# What SkyRL has before the names of codes and scales of all experts of a layer.
+SKYRL_EXPERTS = "__skyrl_batched_moe_fp8__:"
 # In messages, where a checkpoint has its file.
 SOURCE = Path("update_info")
 LONGEST_NAME = 512
@@ -88,6 +94,7 @@ def _one(name: object, dtype: object, shape: object) -> Announced:
         )
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name}: {shape!r:.50} is no shape")
+    name = name.removeprefix(SKYRL_EXPERTS)
     return Announced(name, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
 
 

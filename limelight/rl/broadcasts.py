@@ -46,6 +46,11 @@ def unpack(packed: torch.Tensor, piece: Sequence[Announced]) -> Iterator[tuple[s
         yield one.name, data.view(one.dtype).view(one.shape)
 
 
+def sendable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that groups know: of codes of eight bits they take the bytes."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 class Broadcasts:
     """Receives from a group, on a device."""
 
@@ -71,7 +76,7 @@ class Broadcasts:
             else:
                 data = torch.empty(piece[0].shape, dtype=piece[0].dtype, device=self.device)
             if data.numel():
-                self.group.broadcast(data)
+                self.group.broadcast(sendable(data))
             yield from unpack(data, piece) if packed else [(piece[0].name, data)]
             # Also bounds the memory that pieces under way take.
             self.group.wait()

@@ -2,15 +2,16 @@
 
     sum over all elements of mix(index in the whole tensor, bits)   modulo 2^64
 
-It depends neither on how a tensor lies in memory nor on how it is divided among ranks.
+It depends neither on how a tensor lies in memory nor on how it is divided among ranks. Of a weight
+in MXFP8 codes and scales have one each, by the names that checkpoints have for them.
 """
 
 import math
 
 import torch
 
-from limelight.models.layers import Target, Targets
-from limelight.ops.fp4 import FP4
+from limelight.models.targets import Target, Targets, coded
+from limelight.ops.weight import device_of
 from limelight.parallel.collectives import all_gather
 from limelight.parallel.mesh import Mesh
 
@@ -23,11 +24,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @torch.no_grad()
 def checksums(targets: Targets, mesh: Mesh) -> dict[str, str]:
     """For each tensor 16 hexadecimal digits, on all ranks the same."""
+    targets = targets | coded(targets)
     names = list(targets)
     pairs_T2 = torch.tensor([_part(targets[name]) for name in names])
     # NCCL takes tensors of the device alone.
-    device = next(iter(targets.values())).into
-    on = device.codes.device if isinstance(device, FP4) else device.device
+    on = device_of(next(iter(targets.values())).into)
     gathered_T2R = all_gather(pairs_T2.to(on), mesh).cpu().tolist()
     sums = {}
     for name, row in zip(names, gathered_T2R, strict=True):
@@ -43,7 +44,7 @@ def _part(target: Target) -> tuple[int, int]:
     for side in target.take:
         place = (place * 1_000_003 + side.start) % 2**61
     into = target.into
-    if not isinstance(into, FP4):
+    if isinstance(into, torch.Tensor):
         return place, _signed(_sum(into, target.shape, target.take))
     total = 0
     for tensor in into.tensors:

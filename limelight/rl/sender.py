@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from limelight.rl.announced import Announced
-from limelight.rl.broadcasts import Group, pieces
+from limelight.rl.broadcasts import Group, pieces, sendable
 from limelight.rl.gloo import GlooGroup, host_store
 from limelight.rl.meeting import BUFFER_BYTES
 from limelight.rl.nccl import Library, NCCLGroup
@@ -88,7 +88,7 @@ class WeightSender:
         for piece in cut:
             values = [named[one.name].detach().to(self.device).contiguous() for one in piece]
             data = torch.cat([_bytes(value) for value in values]) if self.packed else values[0]
-            self.group.broadcast(data)
+            self.group.broadcast(sendable(data))
             self.group.wait()
         self._end()
         self._on_all("/finish_weight_update", {"weight_version": version})

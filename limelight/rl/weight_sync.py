@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 
-from limelight.models.layers import Targets
 from limelight.models.loader import Place
+from limelight.models.targets import Targets, coded
 from limelight.ops.fp4 import FP4
 from limelight.parallel.mesh import Mesh
+from limelight.quant.stored import SCALE
 from limelight.rl.announced import Announced, Landing, read_announcement
 from limelight.rl.broadcasts import Broadcasts
 from limelight.rl.gloo import GlooGroup, join_store
@@ -88,6 +89,7 @@ class WeightSync:
         self.targets, self.renames, self.mesh, self.device = targets, renames, mesh, device
         self.backend, self.seconds = backend, seconds
         self.replaced = {name for name in targets if not name.endswith(tuple(kept_names))}
+        self.coded = coded(targets)
         self.transport: Transport | None = None
         self.is_active = False
         self.stale: set[str] = set()
@@ -163,8 +165,10 @@ class WeightSync:
         self._last = announced
 
     def finish(self) -> dict[str, object]:
-        """End an update: how many tensors came, were missing, and are still stale."""
+        """End an update: how many tensors came, were missing, and are still stale; `ValueError` if
+        it has brought codes of MXFP8 without their scales, or the other way round."""
         transport = self._open()
+        self._check_pairs()
         self.is_active = False
         transport.finish()
         missing = [name for name in self.targets if not self._is_whole(name)]
@@ -176,10 +180,19 @@ class WeightSync:
         self.stale &= set(missing)
         return {"missing": len(missing), "stale": len(self.stale)}
 
+    def _check_pairs(self) -> None:
+        for name, expert in self._places:
+            other = name.removesuffix(SCALE) if name.endswith(SCALE) else name + SCALE
+            paired = (other, expert) in self._places or self._is_whole(other)
+            if name in self.coded and not paired:
+                self._fail()
+                one = "" if expert is None else f" of expert {expert}"
+                raise ValueError(f"the update has brought {name}{one} without {other}")
+
     def _is_whole(self, name: str) -> bool:
         """Whether the update has brought all of a weight, in one or expert by expert."""
-        experts = range(self.targets[name].shape[0])
-        places = self._places
+        target, places = self.targets.get(name) or self.coded.get(name), self._places
+        experts = range(0 if target is None else target.shape[0])
         return (name, None) in places or all((name, expert) in places for expert in experts)
 
     def discard(self) -> None:

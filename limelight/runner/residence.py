@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from limelight.models.layers import Targets
+from limelight.models.targets import Targets
 from limelight.models.unpacked import keep_unpacked, kept_unpacked
-from limelight.ops.fp4 import FP4, Weight
+from limelight.ops.weight import Weight
 from limelight.orders import KV_CACHE, WEIGHTS
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
@@ -117,9 +117,8 @@ class Residence:
 
 def storages(weight: Weight) -> list[torch.UntypedStorage]:
     """The memory that holds a weight."""
-    if isinstance(weight, FP4):
-        return [tensor.untyped_storage() for tensor in weight.tensors]
-    return [weight.untyped_storage()]
+    tensors = (weight,) if isinstance(weight, torch.Tensor) else weight.tensors
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

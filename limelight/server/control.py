@@ -205,6 +205,7 @@ class ControlRoutes:
             "cache_config": {"block_size": info.block_size, "num_gpu_blocks": info.num_blocks},
             "weight_transfer_config": self.engine.weight_transfer_config,
             "lora_config": room if engine.enable_lora else None,
+            "quantization": info.quantized,
             "engine": {name: value for name, value in engine_values if name not in UNTOLD},
         }
         as_text = arguments.text("config_format", "text") == "text"

@@ -32,7 +32,7 @@ from limelight.orders import (
 )
 from limelight.progress import Progress
 from limelight.rl.gloo import GlooGroup, host_store
-from limelight.rl.weight_sync import BACKENDS
+from limelight.rl.weight_sync import BACKENDS, WeightSync
 
 PROMPTS = prompts(40, 18, 5, seed=3)
 SHORT = PROMPTS[1:]
@@ -450,6 +450,20 @@ def test_an_update_that_no_one_finishes_is_over_when_a_trainer_comes(ordered, ch
     assert trainer.send(dict(trained.named_parameters())).refused is None
 
 
+def test_an_update_whose_end_fails_leaves_the_weights_incomplete(ordered, checkpoints, monkeypatch):
+    one, (_, trained) = ordered(), checkpoints
+    trainer, tensors = Trainer(one), dict(trained.named_parameters())
+
+    def fail(sync):
+        raise ValueError("codes without scales")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSync, "finish", fail)
+        assert "codes without scales" in trainer.send(tensors).refused
+    assert "failed" in one.control.state.refusal and not one.control.state.updating
+    assert Trainer(one).send(tensors).refused is None and one.control.state.refusal is None
+
+
 def test_an_update_that_no_one_goes_on_with_is_over_after_a_while(ordered, checkpoints):
     one, (_, trained) = ordered(), checkpoints
     [frozen] = one.add(PROMPTS[0])
@@ -599,8 +613,11 @@ class Handed:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "mxfp8"])
 @pytest.mark.parametrize("model", ["flint-nano", "beam-nano"])
-def test_graphs_outlive_an_update_and_come_back_after_sleep(model, tmp_path, monkeypatch):
+def test_graphs_outlive_an_update_and_come_back_after_sleep(
+    model, quantization, tmp_path, monkeypatch
+):
     other = perturbed(tmp_path / "model", model)
     tensors = {name: tensor.cuda() for name, tensor in tensors_of(other).items()}
     monkeypatch.setitem(BACKENDS, "gloo", lambda *where: Handed(tensors))
@@ -608,6 +625,7 @@ def test_graphs_outlive_an_update_and_come_back_after_sleep(model, tmp_path, mon
         "device": "cuda",
         "dtype": "float32",
         "speculative_config": {"num_speculative_tokens": 0},
+        "quantization": quantization,
     }
     one, fresh = Ordered(BUNDLED / model, **gpu), Ordered(other, **gpu)
     long = prompts(300, 18, 5, seed=3)

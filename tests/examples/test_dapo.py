@@ -16,17 +16,21 @@ from limelight import LLM, SamplingParams
 SMALL = "--groups 2 --samples 4 --held-out 4 --updates 2 --warm-up 0 --lr 1e-3".split()
 
 
-@pytest.fixture(params=[0, pytest.param(4, marks=pytest.mark.slow)], ids=["all", "lora"])
+WAYS = {"all": [], "lora": ["--lora", "4"], "mxfp8": ["--quantization", "mxfp8"]}
+
+
+@pytest.fixture(params=["all", *(pytest.param(x, marks=pytest.mark.slow) for x in list(WAYS)[1:])])
 def args(request, tmp_path):
-    if request.param:
+    if request.param == "lora":
         pytest.importorskip("peft")
-    flags = ["flint-nano", *SMALL, "--dtype", "float32", "--steps", "2"]
-    return arguments().parse_args([*flags, "--lora", str(request.param), "--out", str(tmp_path)])
+    flags = ["flint-nano", *SMALL, "--dtype", "float32", "--steps", "2", "--out", str(tmp_path)]
+    return arguments().parse_args([*flags, *WAYS[request.param]])
 
 
 @pytest.fixture
 def server(args):
-    options = {"device": "cpu", "dtype": "float32", "flags": []}
+    quantized = ["--quantization", args.quantization] if args.quantization else []
+    options = {"device": "cpu", "dtype": "float32", "flags": quantized}
     with serving("flint-nano", log=args.out / "server.log", **options) as url:
         yield url
 
@@ -36,7 +40,9 @@ def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server
     before = dict(load_file(BUNDLED / "flint-nano" / "model.safetensors"))
     rows = list(train("flint-nano", args, server, trainer))
     assert [row["step"] for row in rows] == [0, 1, 2] and {"score", "reward"} <= set(rows[0])
-    assert all(row["abs_diff_replayed"] < 1e-4 for row in rows[:2])
+    # Numbers between two codes may fall to either.
+    near = 0.01 if args.quantization else 1e-4
+    assert all(row["abs_diff_replayed"] < near for row in rows[:2])
     sent = {name: x.detach().clone() for name, x in trainer.tensors()}
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(sent[name], before[name].float())
@@ -45,7 +51,8 @@ def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "flint-nano")
     questions = Sums(tokenizer, 0, 16).held_out
     told = generate(server, questions, seed=0, temperature=0.0, max_tokens=8)
-    with LLM(model=str(args.out / "model"), device="cpu", dtype="float32") as llm:
+    config = {"device": "cpu", "dtype": "float32", "quantization": args.quantization}
+    with LLM(model=str(args.out / "model"), **config) as llm:
         prompts = [{"prompt_token_ids": one.token_ids} for one in questions]
         fresh = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
     assert [one.token_ids for [one] in told] == [list(a.outputs[0].token_ids) for a in fresh]
@@ -74,6 +81,12 @@ def test_a_batch_has_answers_behind_prompts_and_experts_for_every_token():
 def test_answers_that_were_cut_do_not_count_unless_they_are_kept():
     assert batch().counts_BS.tolist() == [[False, True, True], [False] * 3]
     assert batch("--keep-overlong").counts_BS[1].tolist() == [False, True, False]
+
+
+def test_adapters_are_not_trained_beside_quantized_weights(capsys):
+    with pytest.raises(SystemExit):
+        main(["flint-nano", "--lora", "4", "--quantization", "mxfp8"])
+    assert "--lora" in capsys.readouterr().err
 
 
 def test_flags_for_a_server_that_is_there_already_are_refused(capsys):

@@ -10,7 +10,8 @@ from drafters import CPU, FEATURES, Cache, config_json, make_drafter, make_ends,
 from limelight.models import dflash2, dflash2_loader, layers
 from limelight.models.dflash2 import DFlash2
 from limelight.models.dummy import UNIT
-from limelight.models.layers import Placement, Target, all_of
+from limelight.models.layers import Placement, all_of
+from limelight.models.targets import Target
 from limelight.ops import rope
 from limelight.ops.fp4 import FP4
 from limelight.ops.paging import LayerCache

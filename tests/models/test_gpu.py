@@ -7,6 +7,7 @@ from tiny import FAMILIES, prompts, request, run, start
 
 from limelight.checkpoint import BUNDLED_DRAFTERS, BUNDLED_NAMES
 from limelight.ops import use_reference
+from limelight.rl.mxfp8 import fake_quantized
 from limelight.rl.routing import array
 from limelight.speculative import NO_DRAFTS
 
@@ -86,6 +87,29 @@ def test_prompts_and_answers_are_as_likely_as_transformers_says(real):
     )
     print(f"from FP32: kernels {kernels:.5f}, transformers {peer:.5f}, references {references:.5f}")
     assert kernels < 1.2 * min(peer, references) + 1e-3
+
+
+def test_answers_by_mxfp8_are_as_likely_as_transformers_says_that_rounds_alike(real):
+    """A number between two codes may fall to either, so rounding differs more than in BF16."""
+    folder, model = real
+    model.set_experts_implementation("grouped_mm")
+    served = engine(folder, max_num_batched_tokens=600, quantization="mxfp8")
+    assert served.runner.graphs
+    asked = [request(p, max_tokens=24, prompt_logprobs=0) for p in prompts(1, 40, 1300, 600)]
+    answers = run(served, asked)
+    texts = [one.prompt_token_ids + a.token_ids for one, a in zip(asked, answers, strict=True)]
+    with fake_quantized(model):
+        rounded = [theirs(model.bfloat16(), ids) for ids in texts]
+    with use_reference():
+        again = [request(ids[:-1], max_tokens=1, prompt_logprobs=0) for ids in texts]
+        plain = [ours(answer)[:-1] for answer in run(served, again)]
+    unrounded = [theirs(model, ids) for ids in texts]
+    kernels, references, none = (
+        torch.cat([(x - y[: len(x)]).abs() for x, y in zip(found, rounded, strict=True)]).mean()
+        for found in ([ours(answer) for answer in answers], plain, unrounded)
+    )
+    print(f"from transformers: kernels {kernels:.5f}, references {references:.5f}, {none:.5f}")
+    assert kernels < 1.2 * references + 1e-3 and kernels < none
 
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)

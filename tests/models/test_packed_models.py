@@ -213,7 +213,7 @@ def test_projections_of_one_matrix_are_of_one_kind(tmp_path):
         tensors[f"{stem}.weight_scale_2"] = torch.tensor(1.0)
 
     rewrite(tmp_path, pack)
-    with pytest.raises(ValueError, match="k_proj.weight is NVFP4 and .*q_proj.weight is not"):
+    with pytest.raises(ValueError, match="q_proj.weight is plain, .*k_proj.weight is NVFP4"):
         start(tmp_path)
 
 

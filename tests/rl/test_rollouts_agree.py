@@ -1,16 +1,19 @@
 """A trainer of transformers in BF16 finds the log-probabilities of a rollout again."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from limelight import LLM, SamplingParams
 from limelight.checkpoint import locate
+from limelight.rl.mxfp8 import fake_quantized
 from limelight.rl.replay import replay
 
 pytestmark = pytest.mark.slow
 TEXTS = ["Once upon a time", "The cat", "What is 2 + 3?", "A story about a dog"]
-MOST = 0.01
+MOST, MOST_MXFP8 = 0.01, 0.03
 
 
 def rollouts(name: str, **config):
@@ -53,10 +56,11 @@ def means(name: str, **config) -> tuple[float, float]:
     pairs = [
         (one.prompt_token_ids, each) for one in rollouts(name, **config) for each in one.outputs
     ]
-    return tuple(
-        torch.cat([difference(model, *pair, replayed=replayed) for pair in pairs]).mean().item()
-        for replayed in (True, False)
-    )
+    with fake_quantized(model) if "quantization" in config else nullcontext():
+        return tuple(
+            torch.cat([difference(model, *pair, replayed=replayed) for pair in pairs]).mean().item()
+            for replayed in (True, False)
+        )
 
 
 @pytest.mark.parametrize("name", ["flint-nano", "beam-nano"])
@@ -70,3 +74,11 @@ def test_replay_brings_bf16_rollouts_near_and_nearer_than_without(name):
 def test_replay_helps_without_batch_invariance_too(name):
     near, without = means(name)
     assert near < without
+
+
+@pytest.mark.parametrize("name", ["flint-nano", "beam-nano"])
+def test_rollouts_in_mxfp8_are_near_to_a_trainer_that_rounds_alike(name):
+    """Numbers between two codes fall to either, so that they are farther apart than in BF16."""
+    near, without = means(name, batch_invariant=True, quantization="mxfp8")
+    print(f"{name}: {near:.5f} with replay, {without:.5f} without")
+    assert near < MOST_MXFP8 and near < without
