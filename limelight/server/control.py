@@ -196,6 +196,7 @@ class ControlRoutes:
                 "model": self.engine.model,
                 "dtype": f"torch.{info.dtype}",
                 "max_model_len": info.max_model_len,
+                "logprobs_mode": engine.logprobs_mode,
             },
             "parallel_config": {
                 "tensor_parallel_size": self.engine.tensor_parallel_size,

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from dapo import Batch, Trainer, arguments, main, train
+from dapo import ADAPTER, Batch, Trainer, arguments, delivery_flags, main, train
 from rollouts import Answer, Question, Sums, generate, serving
 from safetensors.torch import load_file
 from trainers import BUNDLED
@@ -16,35 +16,44 @@ from limelight import LLM, SamplingParams
 SMALL = "--groups 2 --samples 4 --held-out 4 --updates 2 --warm-up 0 --lr 1e-3".split()
 
 
-@pytest.fixture(params=[0, pytest.param(4, marks=pytest.mark.slow)], ids=["all", "lora"])
+CASES = [
+    ("flint-nano", 0),
+    pytest.param(("flint-nano", 8), marks=pytest.mark.slow),
+    pytest.param(("beam-nano", 8), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(params=CASES, ids=["flint", "flint-lora", "beam-lora"])
 def args(request, tmp_path):
-    if request.param:
+    model, rank = request.param
+    if rank:
         pytest.importorskip("peft")
-    flags = ["flint-nano", *SMALL, "--dtype", "float32", "--steps", "2"]
-    return arguments().parse_args([*flags, "--lora", str(request.param), "--out", str(tmp_path)])
+    flags = [model, *SMALL, "--dtype", "float32", "--steps", "2"]
+    return arguments().parse_args([*flags, "--lora", str(rank), "--out", str(tmp_path)])
 
 
 @pytest.fixture
 def server(args):
-    options = {"device": "cpu", "dtype": "float32", "flags": []}
-    with serving("flint-nano", log=args.out / "server.log", **options) as url:
+    options = {"device": "cpu", "dtype": "float32", "flags": delivery_flags(args)}
+    with serving(args.model, log=args.out / "server.log", **options) as url:
         yield url
 
 
 def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server):
-    trainer = Trainer("flint-nano", args)
-    before = dict(load_file(BUNDLED / "flint-nano" / "model.safetensors"))
-    rows = list(train("flint-nano", args, server, trainer))
+    trainer = Trainer(args.model, args)
+    before = dict(load_file(BUNDLED / args.model / "model.safetensors"))
+    rows = list(train(args.model, args, server, trainer))
     assert [row["step"] for row in rows] == [0, 1, 2] and {"score", "reward"} <= set(rows[0])
     assert all(row["abs_diff_replayed"] < 1e-4 for row in rows[:2])
-    sent = {name: x.detach().clone() for name, x in trainer.tensors()}
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(sent[name], before[name].float())
     plain = trainer.model.merge_and_unload() if args.lora else trainer.model
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(plain.state_dict()[name], before[name].float())
     plain.save_pretrained(args.out / "model")
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "flint-nano")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / args.model)
     questions = Sums(tokenizer, 0, 16).held_out
-    told = generate(server, questions, seed=0, temperature=0.0, max_tokens=8)
+    told = generate(
+        server, questions, ADAPTER if args.lora else None, seed=0, temperature=0.0, max_tokens=8
+    )
     with LLM(model=str(args.out / "model"), device="cpu", dtype="float32") as llm:
         prompts = [{"prompt_token_ids": one.token_ids} for one in questions]
         fresh = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))

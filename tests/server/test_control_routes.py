@@ -125,12 +125,15 @@ def test_the_world_has_all_ranks_of_all_engines(make_api):
 def test_server_info_has_what_trainers_read(make_api):
     transfer = {"backend": "nccl"}
     room = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
-    engine = EngineConfig(weight_transfer_config=transfer, **room)
+    engine = EngineConfig(
+        weight_transfer_config=transfer, logprobs_mode="processed_logprobs", **room
+    )
     api = make_api(enable_rl=True, engine_config=engine)
     told = api.get("/server_info?config_format=json").json()["vllm_config"]
     assert told["weight_transfer_config"] == transfer
     assert told["lora_config"] == {"max_lora_rank": 8, "max_loras": 3}
     assert told["model_config"]["dtype"] == "torch.float32"
+    assert told["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert told["parallel_config"]["data_parallel_size"] == 1
     assert isinstance(api.get("/server_info").json()["vllm_config"], str)
 
