@@ -52,3 +52,4 @@ class ModelInfo:
     num_blocks: int
     dtype: str
     returns_routed_experts: bool = False
+    logprobs_mode: str = "raw_logprobs"

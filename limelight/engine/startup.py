@@ -352,6 +352,7 @@ def _start(
         num_blocks=plan.num_blocks,
         dtype=str(found.dtype)[6:],
         returns_routed_experts=config.enable_return_routed_experts,
+        logprobs_mode=config.logprobs_mode,
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"

@@ -94,6 +94,17 @@ def test_turns_bring_the_experts_of_the_rows_that_are_new(drive):
     drive(turns, enable_return_routed_experts=True)
 
 
+def test_tokens_come_with_what_they_were_drawn_from(drive):
+    sampling = SAMPLING | {"top_k": 5, "top_p": 0.9}
+    batch = {
+        "prompt_token_ids": PROMPTS, "sampling_params": sampling, "return_sample_support": True
+    }  # fmt: skip
+    told = drive(lambda client: client.generate(batch), enable_return_sample_support_set=True)
+    for ids, rows in zip(told["response_ids"], told["rollout_sample_support"], strict=True):
+        assert rows.shape == (len(ids), 5)
+        assert all(id in row for id, row in zip(ids, rows, strict=True))
+
+
 def test_samples_come_as_tinker_has_them(drive):
     body = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPTS[1]}]}, "num_samples": 3,

@@ -90,6 +90,12 @@ def test_a_call_orders_one_thing_and_answers_with_json_of_known_length(
     assert int(told.headers["content-length"]) == len(told.content)
 
 
+def test_an_adapter_in_memory_is_discarded_for_there_is_none(api, engine):
+    body = {"method": "skyrl_discard_in_memory_lora", "kwargs": {"lora_name": "skyrl-lora"}}
+    assert api.post("/collective_rpc", json=body).json() == {"results": [None]}
+    assert engine.orders == []
+
+
 def test_requests_are_aborted_by_the_ids_that_clients_know(api, engine):
     engine.results = [{"aborted": 1}]
     api.post("/abort_requests", json={"request_ids": ["a"]})
