@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+from rollouts import free_port
 from served import serve
 from trainers import perturbed
 from transformers import AutoModelForCausalLM
@@ -97,13 +98,33 @@ def test_the_id_is_found_in_the_store_of_the_trainers_library():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")
 def test_a_whole_model_is_sent(client, tmp_path):
-    other = perturbed(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).to("cuda:0")
-    client.init_communicator(device="cuda:0")
+    send_another(client, tmp_path / "model", "cuda:0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the server is one for NCCL")
+def test_a_whole_model_is_sent_over_gloo_and_a_wrong_shape_before_it_refused(client, tmp_path):
+    from vllm_over_gloo import over_gloo
+
+    client.group_port = free_port()
+    with over_gloo(vllm_client):
+        send_another(client, tmp_path / "model", "cpu", wrong=True)
+
+
+def send_another(client, other, device, *, wrong=False):
+    """Send other weights than are served: the server then says what a fresh engine says of them."""
+    perturbed(other)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).to(device)
+    client.init_communicator(device="cuda" if device == "cpu" else device)
     before = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    if wrong:
+        info = {"names": ["lm_head.weight"], "dtype_names": ["float32"], "shapes": [[3, 3]]}
+        client._start_weight_update()
+        with pytest.raises(Exception, match=r"400, .*lm_head.weight: shape \[3, 3\]"):
+            client._post(f"{client.base_url}/update_weights", json={"update_info": info})
     client.update_model_params(model)
     client.reset_prefix_cache()
-    with LLM(model=str(other), device="cuda", dtype="float32") as llm:
+    with LLM(model=str(other), device=torch.device(device).type, dtype="float32") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         fresh = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     after = client.generate(PROMPTS, **GREEDY)["completion_ids"]
