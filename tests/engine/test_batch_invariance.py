@@ -79,12 +79,12 @@ def test_adapters_with_merged_experts_leave_every_bit(tmp_path, dtype):
 
     cases = [
         replace(ask(text, i), adapter_id=number)
-        for i, text in enumerate(prompts(40, 5, 17, 30))
+        for i, text in enumerate(prompts(40, 5))
         for number in (1, 2, 0)
     ]
     engine = adapted(enable_prefix_caching=False, max_num_seqs=1)
     expected = [run(engine, [one])[0] for one in cases]
-    assert len({tuple(answer.token_ids) for answer in expected}) > 8
+    assert len({tuple(answer.token_ids) for answer in expected}) > 4
     assert_equal(run(adapted(max_num_batched_tokens=19, max_num_seqs=4), cases), expected)
 
 

@@ -147,8 +147,12 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(ordered, orders, overlap):
         assert [answer.token_ids for answer in answers] == expected
 
 
-@pytest.mark.parametrize("orders", INTERRUPTIONS.values(), ids=INTERRUPTIONS)
-def test_what_is_kept_has_the_experts_of_all_its_tokens(ordered, orders):
+@pytest.mark.parametrize("name", [
+    "reset of what runs", "sleep that keeps the cache",
+    pytest.param("two pauses", marks=pytest.mark.slow),
+    pytest.param("sleep 1", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_what_is_kept_has_the_experts_of_all_its_tokens(ordered, name):
     one = ordered(max_num_batched_tokens=16, enable_return_routed_experts=True)
 
     def rows(answers):
@@ -157,12 +161,11 @@ def test_what_is_kept_has_the_experts_of_all_its_tokens(ordered, orders):
 
     expected = rows(one.add(*PROMPTS))
     assert [made.shape[0] for made in expected] == [len(ids) + 20 - 1 for ids in PROMPTS]
-    for after in (1, 11):
-        answers = one.add(*PROMPTS)
-        one.steps(after)
-        for order in orders:
-            one.order(order)
-        assert rows(answers) == expected
+    answers = one.add(*PROMPTS)
+    one.steps(11)
+    for order in INTERRUPTIONS[name]:
+        one.order(order)
+    assert rows(answers) == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])
