@@ -5,12 +5,13 @@
 starts `limelight serve`, lets TRL ask it for answers to sums (`use_vllm=True`,
 `vllm_mode="server"`) and send it new weights before each step, and says what has become of both.
 Flags that are not known here go to the server. It needs TRL 1.16, with vLLM up to 0.31 installed
-beside it, of which TRL uses the client's side of weight transfer.
+beside it, of which TRL uses the client's side of weight transfer. In --out: log.json and model/.
 """
 
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client
 from vllm_over_gloo import over_gloo
 
+from limelight.bench import record
 from limelight.checkpoint import locate
 
 KEPT = {
@@ -136,8 +138,10 @@ def main(argv: list[str]) -> None:
     flags = transfer_flags(args.device) + flags
     with serving(args.model, device=args.device, dtype=dtype, log=log, flags=flags) as url:
         told = train(args.model, url, args)
-    (args.out / "log.json").write_text(json.dumps(told, indent=1))
-    print(json.dumps({name: value for name, value in told.items() if name != "steps"}))
+    steps = told.pop("steps")
+    command = {"command": shlex.join(["python", "examples/rl/grpo.py", *argv])}
+    record.save(args.out / "log.json", record.record("rl", [], steps) | command | told)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

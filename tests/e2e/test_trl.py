@@ -8,7 +8,7 @@ import pytest
 import torch
 from rollouts import free_port
 from served import serve
-from trainers import perturbed
+from trainers import perturbed, tensors_of
 from transformers import AutoModelForCausalLM
 
 from limelight import LLM, SamplingParams
@@ -111,6 +111,34 @@ def test_a_whole_model_is_sent_over_gloo_and_a_wrong_shape_before_it_refused(cli
         send_another(client, tmp_path / "model", "cpu", wrong=True)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the server is one for NCCL")
+def test_the_client_of_asynchronous_training_pauses_and_sends(client, url, tmp_path):
+    transfer = pytest.importorskip("trl.experimental.async_grpo.weight_transfer")
+    from accelerate import PartialState
+    from vllm_over_gloo import over_gloo
+
+    PartialState()  # TRL's log asks for it
+    one = transfer.VLLMClient(url, server_timeout=10)
+    assert one.get_max_model_len() > 0 and one.get_dtype() == "torch.float32"
+    assert one.get_server_info()["parallel_config"]["data_parallel_size"] == 1
+    tensors = tensors_of(perturbed(tmp_path / "model", seed=2))
+    info = {
+        "names": list(tensors), "shapes": [list(x.shape) for x in tensors.values()],
+        "dtype_names": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
+    }  # fmt: skip
+    before = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    with over_gloo(transfer):
+        weights = transfer.WeightTransferClient(one, info)
+        weights.init_weight_transfer()
+        weights.pause()
+        weights.send_weights(iter(tensors.items()))
+        weights.resume()
+        weights.destroy()
+    after = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    assert after == said_afresh(tmp_path / "model") != before
+
+
 def send_another(client, other, device, *, wrong=False):
     """Send other weights than are served: the server then says what a fresh engine says of them."""
     perturbed(other)
@@ -124,8 +152,13 @@ def send_another(client, other, device, *, wrong=False):
             client._post(f"{client.base_url}/update_weights", json={"update_info": info})
     client.update_model_params(model)
     client.reset_prefix_cache()
-    with LLM(model=str(other), device=torch.device(device).type, dtype="float32") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        fresh = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     after = client.generate(PROMPTS, **GREEDY)["completion_ids"]
-    assert after == [list(answer.outputs[0].token_ids) for answer in fresh] != before
+    assert after == said_afresh(other, torch.device(device).type) != before
+
+
+def said_afresh(folder, device="cpu"):
+    """The answers of an engine that starts with these weights."""
+    with LLM(model=str(folder), device=device, dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        told = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
+    return [list(answer.outputs[0].token_ids) for answer in told]

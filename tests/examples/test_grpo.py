@@ -41,5 +41,5 @@ def test_one_command_leaves_a_log(tmp_path, capsys):
 
     main(["beam-nano", *SMALL, "--steps", "1", "--out", str(tmp_path)])
     told = json.loads((tmp_path / "log.json").read_text())
-    assert told["tensors_changed"] and told["steps"][0]["abs_diff"] < 1e-4
+    assert told["tensors_changed"] and told["rows"][0]["abs_diff"] < 1e-4
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["score_after"] is not None
