@@ -215,8 +215,11 @@ class EngineConfig:
         )  # fmt: skip
         if (self.adapters or self.merge_lora_experts) and not self.enable_lora:
             raise ValueError("--lora-modules and --merge-lora-experts need --enable-lora")
-        if self.enable_lora and self.batch_invariant:
-            raise ValueError("batch_invariant does not hold with adapters: leave --enable-lora out")
+        if self.enable_lora and self.batch_invariant and not self.merge_lora_experts:
+            raise ValueError(
+                "batch_invariant does not hold with adapters beside routed experts: leave "
+                "--enable-lora out, or give --merge-lora-experts"
+            )
         if self.merge_lora_experts and self.weight_transfer_config:
             raise ValueError(
                 "new weights would not be those that adapters are merged with: give "

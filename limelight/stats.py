@@ -52,5 +52,6 @@ class ModelInfo:
     num_blocks: int
     dtype: str
     returns_routed_experts: bool = False
+    logprobs_mode: str = "raw_logprobs"
     # The modules whose weights are held in each format, where some are quantized.
     quantized: dict[str, list[str]] | None = None

@@ -14,15 +14,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from objective import advantages, dapo_loss, sample_informative, soft_punishment
-from rollouts import Answer, Question, Sums, generate, serving
+from rollouts import Answer, Question, Sums, generate, post, serving, transfer_flags
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,6 +35,7 @@ from limelight.rl.sender import WeightSender
 
 Sample = tuple[Question, Answer, float]  # the last is its reward
 Row = dict[str, object]
+ADAPTER = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +139,10 @@ class Trainer:
             x.copy_(copy)
         return float(norm)
 
-    @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights by transformers' names, with adapters added to what they adapt."""
-        layers = dict(self.model.named_modules())
-        for name, x in self.model.named_parameters():
-            if ".base_layer." in name:
-                layer = layers[name.rpartition(".base_layer.")[0]]
-                x = (x.float() + layer.get_delta_weight("default").float()).to(x.dtype)
-            if ".lora_" not in name:
-                yield name.removeprefix("base_model.model.").replace(".base_layer", ""), x
-
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """With adapters on attention, dense and shared MLPs, not on routed experts."""
+    """With adapters on attention and MLPs: in Flint dense and shared ones, while PEFT adapts the
+    routed experts of Beam by these names."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -160,17 +151,42 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=linear))
 
 
+@contextmanager
+def delivery(url: str, trainer: Trainer) -> Iterator[Callable[[str], None]]:
+    """What makes a server have the trainer's weights, or its adapters, given their version.
+
+    Adapters go through a folder of --out, which the server has to see.
+    """
+    args = trainer.args
+    if args.lora:
+        folder = (args.out / "adapter").resolve()
+
+        def load(version: str) -> None:
+            trainer.model.save_pretrained(folder)
+            post(
+                url, "/skyrl/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)}
+            )
+
+        load("0")
+        yield load
+    else:
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        with WeightSender(url, backend=backend, device=args.device) as sender:
+            yield lambda version: sender.send(trainer.model.named_parameters(), version=version)
+
+
 class Rollouts:
     """Questions, the server's answers to them, and their rewards."""
 
     def __init__(self, url: str, sums: Sums, args: argparse.Namespace):
         self.url, self.sums, self.args, self.num_sampled = url, sums, args, 0
+        self.model = ADAPTER if args.lora else None
 
     def draw(self) -> list[list[Sample]]:
         """As many groups as a step needs, of new questions."""
         args, questions = self.args, self.sums.draw(self.args.groups)
         groups = generate(
-            self.url, questions, seed=args.seed + self.num_sampled, n=args.samples,
+            self.url, questions, self.model, seed=args.seed + self.num_sampled, n=args.samples,
             temperature=args.temperature, max_tokens=args.max_tokens,
         )  # fmt: skip
         self.num_sampled += args.groups * args.samples
@@ -187,7 +203,7 @@ class Rollouts:
     def score(self) -> float:
         """The share of held-out questions that greedy answers get right."""
         asked, limit = self.sums.held_out, self.args.max_tokens
-        told = generate(self.url, asked, seed=0, temperature=0.0, max_tokens=limit)
+        told = generate(self.url, asked, self.model, seed=0, temperature=0.0, max_tokens=limit)
         right = [self.sums.is_right(*pair) for pair in zip(asked, sum(told, []), strict=True)]
         return sum(right) / len(right)
 
@@ -195,8 +211,8 @@ class Rollouts:
 def train(name: str, args: argparse.Namespace, url: str, trainer: Trainer) -> Iterator[Row]:
     """A row of the log a step, and a last one with the score alone."""
     sums = Sums(AutoTokenizer.from_pretrained(locate(name)), args.seed, args.held_out)
-    rollouts, backend = Rollouts(url, sums, args), "gloo" if args.device == "cpu" else "nccl"
-    with WeightSender(url, backend=backend, device=args.device) as sender:
+    rollouts = Rollouts(url, sums, args)
+    with delivery(url, trainer) as deliver:
         score = rollouts.score()
         for step in range(args.steps):
             times = [time.perf_counter()]
@@ -207,7 +223,7 @@ def train(name: str, args: argparse.Namespace, url: str, trainer: Trainer) -> It
             times.append(time.perf_counter())
             told = trainer.learn(Batch.of(kept, args, trainer.num_chosen))
             times.append(time.perf_counter())
-            sender.send(trainer.tensors(), version=str(step + 1))
+            deliver(str(step + 1))
             times.append(time.perf_counter())
             samples = [one for group in drawn for one in group]
             row: Row = {"step": step} | ({} if step else {"score": score})
@@ -270,6 +286,16 @@ DEFAULTS: dict[str, int | float] = {
 }  # fmt: skip
 
 
+def delivery_flags(args: argparse.Namespace) -> list[str]:
+    """By which a server takes weights, or adapts as PEFT does, to the rounding."""
+    if not args.lora:
+        return transfer_flags(args.device)
+    return [
+        "--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(args.lora),
+        "--lora-dtype", "float32", "--merge-lora-experts",
+    ]  # fmt: skip
+
+
 def main(argv: list[str]) -> None:
     args, flags = (parser := arguments()).parse_known_args(argv)
     if args.url and flags:
@@ -282,6 +308,7 @@ def main(argv: list[str]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     trainer, rows = Trainer(args.model, args), []
     log = args.out / "server.log"
+    flags = delivery_flags(args) + flags
     served = serving(args.model, device=args.device, dtype=args.dtype, log=log, flags=flags)
     with (
         nullcontext(args.url) if args.url else served as url,

@@ -25,10 +25,11 @@ AT_ONCE = 64  # requests
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The ids of a prompt, and what is right."""
+    """The ids of a prompt, what is right, and what is asked."""
 
     token_ids: list[int]
     right: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Answer:
 
     token_ids: list[int]
     logprobs: list[float]
-    routed: np.ndarray
+    routed: np.ndarray | None
     truncated: bool
 
 
@@ -63,28 +64,31 @@ class Sums:
         return not answer.truncated and re.findall(r"\d+", text)[-1:] == [question.right]
 
     def _question(self, a: int, b: int) -> Question:
+        text = f"What is {a} + {b}?"
         ids = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"What is {a} + {b}?"}],
+            [{"role": "user", "content": text}],
             add_generation_prompt=True, enable_thinking=False, return_dict=False,
         )  # fmt: skip
-        return Question(list(ids), str(a + b))
+        return Question(list(ids), str(a + b), text)
 
 
 def _pair(rng: random.Random) -> tuple[int, int]:
     return rng.randint(100, 999), rng.randint(100, 999)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextmanager
 def serving(model: str, *, device: str, dtype: str, log: Path, flags: list[str]) -> Iterator[str]:
     """The address of a server that a trainer may come to; it ends with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
-    backend = "gloo" if device == "cpu" else "nccl"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
         sys.executable, "-m", "limelight", "serve", model, "--port", str(port),
         "--device", device, "--dtype", dtype, "--enable-rl",
-        "--weight-transfer-config", json.dumps({"backend": backend}),
         "--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs",
         # Drafters are not updated.
         "--speculative-config", '{"num_speculative_tokens": 0}', *flags,
@@ -107,23 +111,38 @@ def serving(model: str, *, device: str, dtype: str, log: Path, flags: list[str])
         process.wait()
 
 
-def generate(url: str, questions: list[Question], *, seed: int, **sampling) -> list[list[Answer]]:
-    """`n` answers to each question, each with a seed of its own, counted from `seed`."""
+def transfer_flags(device: str) -> list[str]:
+    """By which a server takes weights from a trainer on such a device."""
+    backend = "gloo" if device == "cpu" else "nccl"
+    return ["--weight-transfer-config", json.dumps({"backend": backend})]
+
+
+def generate(
+    url: str, questions: list[Question], model: str | None = None, *, seed: int, **sampling
+) -> list[list[Answer]]:
+    """`n` answers to each question, each with a seed of its own, counted from `seed`; of an
+    adapter, if `model` is its name."""
     given = {"n": 1, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 0} | sampling
 
     def ask(i: int) -> list[Answer]:
         params = given | {"seed": seed + i * given["n"]}
-        body = json.dumps({"token_ids": questions[i].token_ids, "sampling_params": params})
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(url + "/skyrl/v1/generate", body.encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=600) as told:
-                return [_read(choice) for choice in json.load(told)["choices"]]
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(error.read().decode(errors="replace")[:500]) from error
+        body = {"token_ids": questions[i].token_ids, "sampling_params": params, "model": model}
+        told = post(url, "/skyrl/v1/generate", body)
+        return [_read(choice) for choice in told["choices"]]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(ask, range(len(questions))))
+
+
+def post(url: str, path: str, body: dict) -> dict:
+    """The answer; `RuntimeError` with what the server says."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as told:
+            return json.load(told)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(error.read().decode(errors="replace")[:500]) from error
 
 
 def _read(choice: dict) -> Answer:

@@ -335,6 +335,7 @@ def _start(
         dtype=str(found.dtype)[6:],
         returns_routed_experts=config.enable_return_routed_experts,
         quantized=told_formats(runner.model.targets),
+        logprobs_mode=config.logprobs_mode,
     )
     # A CPU has nothing to do beside the step.
     overlap = config.async_scheduling and device.type == "cuda"

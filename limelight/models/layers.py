@@ -297,8 +297,8 @@ class Embedding(nn.Module):
 class LMHead(nn.Module):
     """Hidden states to FP32 logits [T, `outputs`]; each rank holds some rows of the vocabulary.
 
-    The product is FP32. A CPU has none of BF16 operands with an FP32 result, so there the weight,
-    exact in FP32, is held in it.
+    The product is FP32, but for batch invariance, where it is rounded as a trainer's. A CPU has
+    none of BF16 operands with an FP32 result, so there the weight, exact in FP32, is held in it.
     """
 
     def __init__(self, size: int, vocab_size: int, place: Placement):

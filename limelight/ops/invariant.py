@@ -24,20 +24,12 @@ SPAN = 16 * KEYS
 SCORES_AT_ONCE = 2**22
 
 
-def linear(
-    x_TF: torch.Tensor, weight_DF: torch.Tensor, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """x W^T in the type of both, [T, D]; on a GPU also in another."""
-
-    def product(part_XF: torch.Tensor) -> torch.Tensor:
-        if dtype is None or dtype == x_TF.dtype:
-            return F.linear(part_XF, weight_DF)
-        return torch.mm(part_XF, weight_DF.T, out_dtype=dtype)
-
+def linear(x_TF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+    """x W^T in the type of both, [T, D]."""
     rows, tile = len(x_TF), TILE if x_TF.device.type == "cpu" else TILE_ON_GPU
     padded_TF = F.pad(x_TF, (0, 0, 0, -rows % tile))
-    tiles = [product(part_XF) for part_XF in padded_TF.split(tile)] if rows else [product(x_TF)]
-    return torch.cat(tiles)[:rows]
+    parts = padded_TF.split(tile) if rows else [x_TF]
+    return torch.cat([F.linear(part_XF, weight_DF) for part_XF in parts])[:rows]
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

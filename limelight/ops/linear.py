@@ -96,10 +96,12 @@ def swiglu_project_reference(x_TD: torch.Tensor, gate_up_GD: Matrix, *, fp32: bo
 
 
 def lm_head_reference(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
-    """x W^T: FP32 [T, V] of operands in their own types."""
+    """x W^T: FP32 [T, V] of operands in their own types; where rows must not depend on their number
+    it is rounded to that of x, as a trainer's is."""
     if isinstance(weight_VD, torch.Tensor):
         weight_VD = weight_VD.float()
-    return multiply_reference(x_TD.float(), weight_VD)
+    logits_TV = multiply_reference(x_TD.float(), weight_VD)
+    return logits_TV.to(x_TD.dtype).float() if is_batch_invariant() else logits_TV
 
 
 def _product(
@@ -199,7 +201,7 @@ def _unpacked(weight: Weight) -> torch.Tensor:
 def _launch_lm_head(x_TD: torch.Tensor, weight_VD: Weight) -> torch.Tensor:
     assert not isinstance(weight_VD, MXFP8), "the LM head is not of MXFP8"
     if is_batch_invariant():
-        return invariant.linear(x_TD, _unpacked(weight_VD), dtype=torch.float32)
+        return invariant.linear(x_TD, _unpacked(weight_VD)).float()
     if isinstance(weight_VD, FP4):
         # The matrix units, which leave more of the time to decoding, win where rows are many.
         if thin.few_tile(len(x_TD), weight_VD) is not None:

@@ -19,7 +19,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, next_power_of_2, op, pdl, stages
+from limelight.ops import (
+    by_size,
+    cdiv,
+    invariant,
+    is_batch_invariant,
+    next_power_of_2,
+    op,
+    pdl,
+    stages,
+)
 from limelight.ops.weight import Stack, Weight
 
 Blocks = tuple[torch.Tensor, torch.Tensor]
@@ -97,13 +106,14 @@ def add_lora_reference(
 ) -> torch.Tensor:
     """`onto` [T, N], to which B A x of each row's adapter was added; U = P R."""
     rank = b_SNR.shape[-1]
+    linear = invariant.linear if is_batch_invariant() else F.linear
     for adapter in adapters_T.unique().tolist():
         if not adapter:
             continue
         rows = (adapters_T == adapter).nonzero()[:, 0]
-        shrunk_XU = F.linear(x_TK[rows].to(a_SUK.dtype), a_SUK[adapter - 1])
+        shrunk_XU = linear(x_TK[rows].to(a_SUK.dtype), a_SUK[adapter - 1])
         parts = zip(shrunk_XU.split(rank, dim=-1), b_SNR[adapter - 1].split(sizes), strict=True)
-        added_XN = torch.cat([F.linear(u_XR, b_NR) for u_XR, b_NR in parts], dim=-1)
+        added_XN = torch.cat([linear(u_XR, b_NR) for u_XR, b_NR in parts], dim=-1)
         onto[rows] = (onto[rows] + added_XN).to(onto.dtype)
     return onto
 
@@ -227,10 +237,11 @@ def launch_lora(
     assert a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype
     if not rows:
         return onto
-    block_m = by_size(TILES, rows) if blocks is None else blocks[0].shape[1]
+    alike = is_batch_invariant()
+    block_m = by_size(TILES, 1 if alike else rows) if blocks is None else blocks[0].shape[1]
     count = cdiv(rows, block_m) if blocks is None else len(blocks[1])
     block_r = min(BLOCK_R, next_power_of_2(ranks))
-    share = SHARE if count * cdiv(ranks, block_r) < MOST_SHARED else width
+    share = SHARE if alike or count * cdiv(ranks, block_r) < MOST_SHARED else width
     shares = cdiv(width, share)
     u_XU = x_XK.new_empty(shares * rows, ranks, dtype=torch.float32)
     per_token, each = rows // len(adapters_T), rows // len(x_XK)

@@ -38,7 +38,7 @@ def join_store(host: str, port: int, *, world_size: int, seconds: float) -> TCPS
 class GlooGroup:
     """A member of the group; `rank` 0 broadcasts. After an error it can only be closed.
 
-    `watch` is called while a broadcast takes its time, and may raise.
+    `watch` is called while others are waited for, and may raise.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class GlooGroup:
     ):
         """Wait for all others; `RuntimeError` if they do not come."""
         self.watch = watch
+        _gather(store, rank, world_size, seconds, watch or (lambda: None))
         # torch says little of these to type checkers.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -75,6 +76,22 @@ class GlooGroup:
     def close(self) -> None:
         """Leave."""
         self.group.shutdown()
+
+
+def _gather(
+    store: TCPStore, rank: int, world_size: int, seconds: float, watch: Callable[[], None]
+) -> None:
+    """Let the trainer watch while engines are on their way: gloo would wait and do no more."""
+    if rank != TRAINER:
+        store.set(f"{PREFIX}/{rank}", "here")
+        return
+    names = [f"{PREFIX}/{other}" for other in range(1, world_size)]
+    deadline = time.monotonic() + seconds
+    while not store.check(names):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {world_size - 1} engines' ranks came in {seconds:g} s")
+        watch()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _own_address(store: TCPStore) -> str:

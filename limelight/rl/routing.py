@@ -28,7 +28,12 @@ def envelope(ids: np.ndarray) -> dict[str, object]:
     """
     largest = int(ids.max(initial=0))
     kind = next(one for one in ENVELOPE_TYPES if largest <= np.iinfo(one).max)
-    plain = np.ascontiguousarray(ids, dtype=kind)
+    return packed(ids.astype(kind, copy=False))
+
+
+def packed(numbers: np.ndarray) -> dict[str, object]:
+    """An array in SkyRL's form, of the type that it has."""
+    plain = np.ascontiguousarray(numbers)
     return {
         "data": base64.b64encode(plain.tobytes()).decode(),
         "shape": list(plain.shape),

@@ -196,6 +196,7 @@ class ControlRoutes:
                 "model": self.engine.model,
                 "dtype": f"torch.{info.dtype}",
                 "max_model_len": info.max_model_len,
+                "logprobs_mode": engine.logprobs_mode,
             },
             "parallel_config": {
                 "tensor_parallel_size": self.engine.tensor_parallel_size,
@@ -275,14 +276,15 @@ class ControlRoutes:
         return {"action": action, "success": alike and not different, "different": different}
 
     async def collective_rpc(self, arguments: Arguments) -> Json:
-        """Of all methods that an engine might have, two by name."""
+        """Of all methods that an engine might have, three by name."""
         method = arguments.given("method", str)
         given = arguments.given("kwargs", dict) or {}
         if method == "skyrl_sleep_for_weight_sync":
             await self._order(Sleep(1, "keep", [], keeps_cache=given.get("offload_kv") is True))
         elif method == "skyrl_wake_for_weight_sync":
             await self._order(WakeUp(list(map(str, given.get("tags") or []))))
-        else:
+        elif method != "skyrl_discard_in_memory_lora":
+            # That one SkyRL calls whenever it unloads; here no adapter comes but from a folder.
             raise RequestError(f"there is no method {method!r:.100} to call", param="method")
         world = self.engine.tensor_parallel_size * self.server.data_parallel_size
         return {"results": [None] * world}

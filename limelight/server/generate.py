@@ -1,18 +1,20 @@
 """Token ids in, token ids out: /inference/v1/generate as vLLM has it, and SkyRL's form of it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from limelight.engine.front import Delta
-from limelight.rl.routing import array, npy
+from limelight.rl.routing import array, npy, packed
 from limelight.server.answers import Piece
 from limelight.server.bodies import SharedFields, decode
 from limelight.server.http import Refused, clean_request_id
 from limelight.server.logprobs import LOWEST, TokenNames, prompt_logprobs
 from limelight.server.openai import Question, Reader
 from limelight.server.prompts import Prompt
+from limelight.stats import ModelInfo
 from limelight.types import RequestError, TokenLogprobs
 
 # What a body may ask for that is not there, in itself and in its sampling_params.
@@ -39,15 +41,46 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
 def read_generate(reader: Reader, body: bytes, request_id: str) -> Question:
     """The question that a body asks; `RequestError` names the field that is wrong."""
     fields = decode(body, GenerateFields)
+    if fields.return_sample_support:
+        raise RequestError(
+            "return_sample_support is for /skyrl/v1/generate; leave it out here",
+            param="return_sample_support",
+        )
+    return _question(reader, fields, request_id)
+
+
+def read_skyrl_generate(
+    reader: Reader, body: bytes, request_id: str, info: ModelInfo | None
+) -> tuple[Question, int | None]:
+    """The question, and how many tokens its support may have, where it is to be told.
+
+    The support of a token are those that it was drawn from: the likeliest `top_k`, without what
+    min-p and top-p have cut off.
+    """
+    fields = decode(body, GenerateFields)
+    question = _question(reader, fields, request_id)
+    if not fields.return_sample_support:
+        return question, None
+    if info is not None and info.logprobs_mode != "processed_logprobs":
+        raise RequestError(
+            "return_sample_support needs a server with --logprobs-mode processed_logprobs",
+            param="return_sample_support",
+        )
+    if (top_k := question.params.top_k) <= 1:
+        raise RequestError(
+            f"return_sample_support needs a top_k of at least 2; got {top_k}", param="top_k"
+        )
+    reader.check_logprobs("top_k", top_k)
+    params = replace(question.params, logprobs=top_k)
+    return replace(question, params=params, logprobs=question.logprobs or 0), top_k
+
+
+def _question(reader: Reader, fields: GenerateFields, request_id: str) -> Question:
     for name in NOT_THERE:
         if getattr(fields, name) is not None:
             raise RequestError(f"{name} is not supported; leave it out", param=name)
     if fields.stream:
         raise RequestError("stream is not supported here; answers come whole", param="stream")
-    if fields.return_sample_support:
-        raise RequestError(
-            "return_sample_support is not supported; leave it out", param="return_sample_support"
-        )
     given = fields.sampling_params
     logprobs = given.get("logprobs")
     if not (logprobs is None or type(logprobs) is int):
@@ -65,7 +98,8 @@ def read_generate(reader: Reader, body: bytes, request_id: str) -> Question:
 class GenerateAnswer:
     """The answer as it grows: for each choice its tokens, and the weights that made them.
 
-    `encode` makes JSON of the experts that its tokens went to, where they are returned.
+    `encode` makes JSON of the experts that its tokens went to, where they are returned; `support`
+    is how many tokens are told that each was drawn from.
     """
 
     def __init__(
@@ -73,11 +107,14 @@ class GenerateAnswer:
         question: Question,
         prompts: list[Prompt],
         encode: Callable[[np.ndarray], object] = npy,
+        support: int | None = None,
     ):
         self.question, self.prompts, self.encode = question, prompts, encode
+        self.support = support
         count = question.num_sequences
         self.routed_experts: list[object] = [None] * count
         self.pieces = [Piece() for _ in range(count)]
+        self.supports: list[list[list[int]]] = [[] for _ in range(count)]
         self.logprobs: list[list[object]] = [[] for _ in range(count)]
         self.versions: list[list[dict[str, object]]] = [[] for _ in range(count)]
         self.num_cached = 0
@@ -110,6 +147,10 @@ class GenerateAnswer:
         if self.question.logprobs is not None:
             top = self.question.logprobs
             self.logprobs[index] += [_told(entry, top) for entry in delta.logprobs or ()]
+        if self.support is not None:
+            self.supports[index] += [
+                _support(entry, self.support) for entry in delta.logprobs or ()
+            ]
         self.num_cached = max(self.num_cached, delta.num_cached)
 
     def whole(self) -> object:
@@ -134,6 +175,10 @@ class GenerateAnswer:
     def _choice(self, index: int) -> dict[str, object]:
         piece = self.pieces[index]
         asked = self.question.logprobs is not None
+        support = None
+        if self.support is not None:
+            rows = np.array(self.supports[index], dtype=np.int32).reshape(-1, self.support)
+            support = packed(rows)
         return {
             "index": index,
             "token_ids": piece.token_ids,
@@ -141,7 +186,7 @@ class GenerateAnswer:
             "stop_reason": piece.stop_reason,
             "logprobs": {"content": self.logprobs[index]} if asked else None,
             "routed_experts": self.routed_experts[index],
-            "rollout_sample_support": None,
+            "rollout_sample_support": support,
             "weight_versions": self.versions[index],
         }
 
@@ -154,6 +199,12 @@ def _told(entry: TokenLogprobs, top: int) -> dict[str, object]:
         **_token(entry.token_id, entry.logprob, entry.rank),
         "top_logprobs": [_token(id, logprob, rank) for rank, (id, logprob) in ranked],
     }
+
+
+def _support(entry: TokenLogprobs, size: int) -> list[int]:
+    """What a token was drawn from, the likeliest first, and -1 in the places that are left."""
+    ids = [id for id, logprob in entry.top[:size] if logprob > float("-inf")]
+    return ids + [-1] * (size - len(ids))
 
 
 def _token(id: int, logprob: float, rank: int) -> dict[str, object]:

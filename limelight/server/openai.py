@@ -177,7 +177,7 @@ class Reader:
         shared = decode(body, SharedFields)
         self._check(shared)
         own = decode(body, CompletionFields)
-        self._check_logprobs("logprobs", own.logprobs)
+        self.check_logprobs("logprobs", own.logprobs)
         max_tokens = 16 if shared.max_tokens is None else shared.max_tokens
         # Nothing to generate makes sense only where the prompt itself is asked for.
         tells_prompt = own.echo or shared.prompt_logprobs is not None
@@ -205,7 +205,7 @@ class Reader:
     ) -> Question:
         """Token ids to go on from, without `max_tokens` as far as the model reaches."""
         self._check(shared)
-        self._check_logprobs("logprobs", logprobs)
+        self.check_logprobs("logprobs", logprobs)
         least = 0 if shared.prompt_logprobs is not None else 1
         check_max_tokens("max_tokens", shared.max_tokens, least)
         with renamed({"prompt": "token_ids"}):
@@ -225,7 +225,7 @@ class Reader:
 
     def _check(self, shared: SharedFields):
         self.check_model(shared.model)
-        self._check_logprobs("prompt_logprobs", shared.prompt_logprobs)
+        self.check_logprobs("prompt_logprobs", shared.prompt_logprobs)
         check_sizes(shared)
         check_counts(shared)
         if shared.stream_options is not None and not shared.stream:
@@ -238,7 +238,7 @@ class Reader:
     def _check_chat(self, own: ChatFields):
         if own.top_logprobs is not None and not own.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        self._check_logprobs("top_logprobs", own.top_logprobs)
+        self.check_logprobs("top_logprobs", own.top_logprobs)
         if own.include_reasoning is False and self.config.reasoning_parser is None:
             raise RequestError(
                 "include_reasoning: false needs a server with --reasoning-parser",
@@ -261,7 +261,7 @@ class Reader:
                 param="model", code="model_not_found",
             )  # fmt: skip
 
-    def _check_logprobs(self, name: str, count: int | None):
+    def check_logprobs(self, name: str, count: int | None):
         most = self.config.max_logprobs
         if count is None or most == -1 and count >= -1:
             return

@@ -21,7 +21,7 @@ from limelight.server.answers import Answer, Teller
 from limelight.server.anthropic import read_message
 from limelight.server.anthropic_answer import MessageAnswer
 from limelight.server.bodies import DetokenizeFields, TokenizeFields, decode
-from limelight.server.generate import GenerateAnswer, read_generate
+from limelight.server.generate import GenerateAnswer, read_generate, read_skyrl_generate
 from limelight.server.generation import Generation, Place, Queue
 from limelight.server.http import Call, refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
@@ -101,8 +101,10 @@ class Service:
 
     async def skyrl_generate(self, call: Call, send: Send):
         """/skyrl/v1/generate: the same, with routed experts as SkyRL reads them."""
-        tell = partial(GenerateAnswer, encode=envelope)
-        await self.ask(read_generate(self.reader, call.body, call.id), call, send, tell)
+        question, support = read_skyrl_generate(self.reader, call.body, call.id, self._info())
+        await self.ask(
+            question, call, send, partial(GenerateAnswer, encode=envelope, support=support)
+        )
 
     async def render(self, call: Call, send: Send):
         """/v1/chat/completions/render: the prompt of a chat, as `generate` takes it."""

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 import torch
+from rollouts import free_port
 from served import serve
-from trainers import perturbed
+from trainers import perturbed, tensors_of
 from transformers import AutoModelForCausalLM
 
 from limelight import LLM, SamplingParams
@@ -97,14 +98,67 @@ def test_the_id_is_found_in_the_store_of_the_trainers_library():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")
 def test_a_whole_model_is_sent(client, tmp_path):
-    other = perturbed(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).to("cuda:0")
-    client.init_communicator(device="cuda:0")
+    send_another(client, tmp_path / "model", "cuda:0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the server is one for NCCL")
+def test_a_whole_model_is_sent_over_gloo_and_a_wrong_shape_before_it_refused(client, tmp_path):
+    from vllm_over_gloo import over_gloo
+
+    client.group_port = free_port()
+    with over_gloo(vllm_client):
+        send_another(client, tmp_path / "model", "cpu", wrong=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the server is one for NCCL")
+def test_the_client_of_asynchronous_training_pauses_and_sends(client, url, tmp_path):
+    transfer = pytest.importorskip("trl.experimental.async_grpo.weight_transfer")
+    from accelerate import PartialState
+    from vllm_over_gloo import over_gloo
+
+    PartialState()  # TRL's log asks for it
+    one = transfer.VLLMClient(url, server_timeout=10)
+    assert one.get_max_model_len() > 0 and one.get_dtype() == "torch.float32"
+    assert one.get_server_info()["parallel_config"]["data_parallel_size"] == 1
+    tensors = tensors_of(perturbed(tmp_path / "model", seed=2))
+    info = {
+        "names": list(tensors), "shapes": [list(x.shape) for x in tensors.values()],
+        "dtype_names": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
+    }  # fmt: skip
     before = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    with over_gloo(transfer):
+        weights = transfer.WeightTransferClient(one, info)
+        weights.init_weight_transfer()
+        weights.pause()
+        weights.send_weights(iter(tensors.items()))
+        weights.resume()
+        weights.destroy()
+    after = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    assert after == said_afresh(tmp_path / "model") != before
+
+
+def send_another(client, other, device, *, wrong=False):
+    """Send other weights than are served: the server then says what a fresh engine says of them."""
+    perturbed(other)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).to(device)
+    client.init_communicator(device="cuda" if device == "cpu" else device)
+    before = client.generate(PROMPTS, **GREEDY)["completion_ids"]
+    if wrong:
+        info = {"names": ["lm_head.weight"], "dtype_names": ["float32"], "shapes": [[3, 3]]}
+        client._start_weight_update()
+        with pytest.raises(Exception, match=r"400, .*lm_head.weight: shape \[3, 3\]"):
+            client._post(f"{client.base_url}/update_weights", json={"update_info": info})
     client.update_model_params(model)
     client.reset_prefix_cache()
-    with LLM(model=str(other), device="cuda", dtype="float32") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        fresh = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     after = client.generate(PROMPTS, **GREEDY)["completion_ids"]
-    assert after == [list(answer.outputs[0].token_ids) for answer in fresh] != before
+    assert after == said_afresh(other, torch.device(device).type) != before
+
+
+def said_afresh(folder, device="cpu"):
+    """The answers of an engine that starts with these weights."""
+    with LLM(model=str(folder), device=device, dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        told = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
+    return [list(answer.outputs[0].token_ids) for answer in told]

@@ -1,8 +1,13 @@
 """With --batch-invariant a request's numbers are the same to the last bit, whatever else runs."""
 
+from dataclasses import replace
+
 import pytest
+from adapter_files import ATTENTION, PARAMETERS, write_by_peft
 from drafted import inject, knowing, start_drafted
 from tiny import VOCAB, prompts, request, run, start, write_checkpoint
+
+from limelight.types import LoRARequest
 
 TYPES = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}}
 
@@ -59,6 +64,28 @@ def test_batches_chunks_hits_and_preemptions_leave_every_bit(family, dtype):
     assert_equal(run(large, again[:1]), expected[:1])
     assert_equal(run(large, again[1:]), expected[1:])
     assert large.stats().prefix_hits > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_adapters_with_merged_experts_leave_every_bit(tmp_path, dtype):
+    config = {"target_modules": ATTENTION, "target_parameters": PARAMETERS}
+    oracle = write_by_peft(tmp_path, "flint", {"one": config, "other": config})
+
+    def adapted(**settings):
+        engine = begin(oracle.folder, dtype, enable_lora=True, merge_lora_experts=True, **settings)
+        for number, folder in enumerate(oracle.adapters.values(), 1):
+            engine.load_adapter(LoRARequest(str(number), number, str(folder)))
+        return engine
+
+    cases = [
+        replace(ask(text, i), adapter_id=number)
+        for i, text in enumerate(prompts(40, 5))
+        for number in (1, 2, 0)
+    ]
+    engine = adapted(enable_prefix_caching=False, max_num_seqs=1)
+    expected = [run(engine, [one])[0] for one in cases]
+    assert len({tuple(answer.token_ids) for answer in expected}) > 4
+    assert_equal(run(adapted(max_num_batched_tokens=19, max_num_seqs=4), cases), expected)
 
 
 def test_drafts_leave_every_bit(flint, drafter):

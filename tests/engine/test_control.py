@@ -147,6 +147,27 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(ordered, orders, overlap):
         assert [answer.token_ids for answer in answers] == expected
 
 
+@pytest.mark.parametrize("name", [
+    "reset of what runs", "sleep that keeps the cache",
+    pytest.param("two pauses", marks=pytest.mark.slow),
+    pytest.param("sleep 1", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_what_is_kept_has_the_experts_of_all_its_tokens(ordered, name):
+    one = ordered(max_num_batched_tokens=16, enable_return_routed_experts=True)
+
+    def rows(answers):
+        one.steps()
+        return [answer.last.routed_experts for answer in answers]
+
+    expected = rows(one.add(*PROMPTS))
+    assert [made.shape[0] for made in expected] == [len(ids) + 20 - 1 for ids in PROMPTS]
+    answers = one.add(*PROMPTS)
+    one.steps(11)
+    for order in INTERRUPTIONS[name]:
+        one.order(order)
+    assert rows(answers) == expected
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_while_it_sleeps_an_engine_has_given_its_memory_back(ordered, level):
     one = ordered()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from dapo import Batch, Trainer, arguments, main, train
+from dapo import ADAPTER, Batch, Trainer, arguments, delivery_flags, main, train
 from rollouts import Answer, Question, Sums, generate, serving
 from safetensors.torch import load_file
 from trainers import BUNDLED
@@ -16,41 +16,48 @@ from limelight import LLM, SamplingParams
 SMALL = "--groups 2 --samples 4 --held-out 4 --updates 2 --warm-up 0 --lr 1e-3".split()
 
 
-WAYS = {"all": [], "lora": ["--lora", "4"], "mxfp8": ["--quantization", "mxfp8"]}
+CASES = [
+    ("flint-nano", []),
+    pytest.param(("flint-nano", ["--lora", "8"]), marks=pytest.mark.slow),
+    pytest.param(("beam-nano", ["--lora", "8"]), marks=pytest.mark.slow),
+    pytest.param(("flint-nano", ["--quantization", "mxfp8"]), marks=pytest.mark.slow),
+]
 
 
-@pytest.fixture(params=["all", *(pytest.param(x, marks=pytest.mark.slow) for x in list(WAYS)[1:])])
+@pytest.fixture(params=CASES, ids=["flint", "flint-lora", "beam-lora", "flint-mxfp8"])
 def args(request, tmp_path):
-    if request.param == "lora":
+    model, way = request.param
+    if "--lora" in way:
         pytest.importorskip("peft")
-    flags = ["flint-nano", *SMALL, "--dtype", "float32", "--steps", "2", "--out", str(tmp_path)]
-    return arguments().parse_args([*flags, *WAYS[request.param]])
+    flags = [model, *SMALL, "--dtype", "float32", "--steps", "2", "--out", str(tmp_path)]
+    return arguments().parse_args([*flags, *way])
 
 
 @pytest.fixture
 def server(args):
     quantized = ["--quantization", args.quantization] if args.quantization else []
-    options = {"device": "cpu", "dtype": "float32", "flags": quantized}
-    with serving("flint-nano", log=args.out / "server.log", **options) as url:
+    options = {"device": "cpu", "dtype": "float32", "flags": delivery_flags(args) + quantized}
+    with serving(args.model, log=args.out / "server.log", **options) as url:
         yield url
 
 
 def test_after_a_step_the_server_says_what_the_trainers_weights_say(args, server):
-    trainer = Trainer("flint-nano", args)
-    before = dict(load_file(BUNDLED / "flint-nano" / "model.safetensors"))
-    rows = list(train("flint-nano", args, server, trainer))
+    trainer = Trainer(args.model, args)
+    before = dict(load_file(BUNDLED / args.model / "model.safetensors"))
+    rows = list(train(args.model, args, server, trainer))
     assert [row["step"] for row in rows] == [0, 1, 2] and {"score", "reward"} <= set(rows[0])
     # Numbers between two codes may fall to either.
     near = 0.01 if args.quantization else 1e-4
     assert all(row["abs_diff_replayed"] < near for row in rows[:2])
-    sent = {name: x.detach().clone() for name, x in trainer.tensors()}
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(sent[name], before[name].float())
     plain = trainer.model.merge_and_unload() if args.lora else trainer.model
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(plain.state_dict()[name], before[name].float())
     plain.save_pretrained(args.out / "model")
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "flint-nano")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / args.model)
     questions = Sums(tokenizer, 0, 16).held_out
-    told = generate(server, questions, seed=0, temperature=0.0, max_tokens=8)
+    told = generate(
+        server, questions, ADAPTER if args.lora else None, seed=0, temperature=0.0, max_tokens=8
+    )
     config = {"device": "cpu", "dtype": "float32", "quantization": args.quantization}
     with LLM(model=str(args.out / "model"), **config) as llm:
         prompts = [{"prompt_token_ids": one.token_ids} for one in questions]

@@ -8,6 +8,7 @@ from ahead import Case, meta
 from fp4s import random_fp4
 from near import PLACES, assert_near
 
+from limelight.ops import batch_invariance
 from limelight.ops.experts import moe
 from limelight.ops.linear import norm_swiglu, project
 from limelight.ops.lora import Adapted, StepAdapters, add_lora
@@ -106,6 +107,20 @@ def check(case, place, *, of=None):
 @pytest.mark.parametrize("case", SIZES, ids="T{0[0]}-K{0[1]}-N{0[2]}".format)
 def test_each_row_gets_what_its_own_adapter_adds(case, place):
     check(case, place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_row_is_the_same_alone_and_in_a_batch_where_that_is_wanted(place):
+    (rows, size, sizes), (normal, draw) = (70, 600, (40, 8)), drawn(place, 0)
+    x, y, a = normal(rows, size), normal(rows, sum(sizes)), normal(2, 2 * 16, size)
+    b, which = normal(2, sum(sizes), 16), torch.randint(0, 3, (rows,), **draw).int()
+    starts = adapted(y, a, b, sizes, StepAdapters()).starts
+    with batch_invariance(True):
+        found = add_lora.kernel(x, which, a, b, starts, sizes, onto=y.clone())
+        for i in (0, 33, 69):
+            one = slice(i, i + 1)
+            alone = add_lora.kernel(x[one], which[one], a, b, starts, sizes, onto=y[one].clone())
+            assert torch.equal(alone, found[one])
 
 
 @pytest.mark.gpu

@@ -80,6 +80,7 @@ class FakeEngine:
     refused: str | None = None
     max_model_len: int = 100
     routed: bool = False  # row i of the experts that it tells is filled with i
+    logprobs_mode: str = "raw_logprobs"
     requests: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     speaking: set[str] = field(default_factory=set)
@@ -107,7 +108,7 @@ class FakeEngine:
         return ModelInfo(
             architecture="Tiny", vocab_size=258, max_model_len=self.max_model_len,
             eos_token_ids=[END], block_size=16, num_blocks=64, dtype="float32",
-            returns_routed_experts=self.routed,
+            returns_routed_experts=self.routed, logprobs_mode=self.logprobs_mode,
         )  # fmt: skip
 
     @property

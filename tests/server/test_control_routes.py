@@ -90,6 +90,12 @@ def test_a_call_orders_one_thing_and_answers_with_json_of_known_length(
     assert int(told.headers["content-length"]) == len(told.content)
 
 
+def test_an_adapter_in_memory_is_discarded_for_there_is_none(api, engine):
+    body = {"method": "skyrl_discard_in_memory_lora", "kwargs": {"lora_name": "skyrl-lora"}}
+    assert api.post("/collective_rpc", json=body).json() == {"results": [None]}
+    assert engine.orders == []
+
+
 def test_requests_are_aborted_by_the_ids_that_clients_know(api, engine):
     engine.results = [{"aborted": 1}]
     api.post("/abort_requests", json={"request_ids": ["a"]})
@@ -125,12 +131,15 @@ def test_the_world_has_all_ranks_of_all_engines(make_api):
 def test_server_info_has_what_trainers_read(make_api):
     transfer = {"backend": "nccl"}
     room = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
-    engine = EngineConfig(weight_transfer_config=transfer, **room)
+    engine = EngineConfig(
+        weight_transfer_config=transfer, logprobs_mode="processed_logprobs", **room
+    )
     api = make_api(enable_rl=True, engine_config=engine)
     told = api.get("/server_info?config_format=json").json()["vllm_config"]
     assert told["weight_transfer_config"] == transfer
     assert told["lora_config"] == {"max_lora_rank": 8, "max_loras": 3}
     assert told["model_config"]["dtype"] == "torch.float32"
+    assert told["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert told["parallel_config"]["data_parallel_size"] == 1
     assert isinstance(api.get("/server_info").json()["vllm_config"], str)
 

@@ -1,5 +1,8 @@
 """Token ids in and out, by the routes of vLLM and SkyRL."""
 
+import base64
+
+import numpy as np
 import pytest
 from server_fakes import END, MODEL, FakeEngine, ids
 
@@ -31,6 +34,20 @@ def test_log_probabilities_are_told_in_the_words_of_both_versions(api, path):
         assert entry == {**one, "top_logprobs": [one]}
 
 
+@BOTH
+def test_what_skyrl_makes_of_its_defaults_is_understood(make_api, path):
+    sampling = {
+        "min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True,
+        "max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+        "logprobs": 1, "stop": None,
+    }  # fmt: skip
+    api = make_api(engine := FakeEngine())
+    answer = generate(api, path, model=MODEL, sampling_params=sampling, cache_salt="3")
+    assert answer.status_code == 200, answer.text
+    params = engine.requests[0].params
+    assert (params.min_tokens, params.top_k, params.logprobs) == (1, -1, 1)
+
+
 def test_without_max_tokens_the_answer_may_fill_the_context(make_api):
     api = make_api(engine := FakeEngine(max_model_len=90))
     generate(api)
@@ -55,6 +72,39 @@ def test_the_salt_reaches_the_engine(make_api):
     api = make_api(engine := FakeEngine())
     generate(api, cache_salt="policy-7")
     assert engine.requests[0].cache_salt == "policy-7"
+
+
+def support(api, **sampling):
+    path = "/skyrl/v1/generate"
+    sampling = {"max_tokens": 3, "temperature": 1.0, **sampling}
+    return generate(api, path, sampling_params=sampling, return_sample_support=True)
+
+
+def test_the_tokens_that_each_was_drawn_from_are_told(make_api):
+    """A row a token, the likeliest first, without those that were cut off; then -1."""
+    api = make_api(FakeEngine(logprobs_mode="processed_logprobs"))
+    [choice] = support(api, top_k=4).json()["choices"]
+    told = choice["rollout_sample_support"]
+    assert list(told) == ["data", "shape", "dtype"]
+    rows = np.frombuffer(base64.b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
+    assert rows.dtype == np.int32
+    assert rows.tolist() == [[token_id, 0, -1, -1] for token_id in choice["token_ids"]]
+    for entry in choice["logprobs"]["content"]:
+        assert entry["logprob"] == -0.25 and entry["top_logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "param"),
+    [
+        ("raw_logprobs", {"top_k": 4}, "return_sample_support"),
+        ("processed_logprobs", {}, "top_k"),
+        ("processed_logprobs", {"top_k": 1}, "top_k"),
+        ("processed_logprobs", {"top_k": 21}, "top_k"),
+    ],
+)
+def test_a_support_that_has_no_bound_or_is_not_known_is_refused(make_api, mode, sampling, param):
+    answer = support(make_api(FakeEngine(logprobs_mode=mode)), **sampling)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 def test_an_unknown_model_is_404(api):
