@@ -175,21 +175,26 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"]}
 
 
-def jobs_of(cases: list[Case]) -> list[tuple[Launch, int]]:
-    """Every launch for `MAIN`; the first of each kernel for the other capabilities."""
+def jobs_of(cases: list[Case], known: set[object]) -> list[tuple[Launch, int]]:
+    """Every launch for `MAIN`; for the other capabilities the first of each kernel that is not
+    `known` yet, which it is from then on."""
     launches = record(cases)
-    first = {launch.kernel.__name__: launch for launch in reversed(launches)}
-    others = [(launch, c) for launch in first.values() for c in CAPABILITIES if c != MAIN]
-    return [(launch, MAIN) for launch in launches] + others
+    first = {launch.kernel: launch for launch in reversed(launches)}
+    new = [launch for kernel, launch in first.items() if kernel not in known]
+    known.update(first)
+    return [(launch, MAIN) for launch in launches] + [
+        (launch, c) for launch in new for c in CAPABILITIES if c != MAIN
+    ]
 
 
-def main(module: str, word: str = "") -> None:
+def main(module: str, word: str = "", known: set[object] | None = None) -> None:
     """Print what each kernel of the module's cases needs, a JSON object a line."""
     from triton.runtime.driver import driver
 
     driver.set_active(AbsentGpu())
     cases = importlib.import_module(module).compile_cases()
-    jobs = jobs_of([case for case in cases if word in case.name])
+    known = set() if known is None else known
+    jobs = jobs_of([case for case in cases if word in case.name], known)
 
     def work(start: int, step: int) -> None:
         for job in jobs[start::step]:
@@ -206,8 +211,13 @@ def main(module: str, word: str = "") -> None:
         worker.join()
     if any(worker.exitcode for worker in workers):
         sys.exit("a worker died")
-    print(json.dumps({"jobs": len(jobs)}))
+    print(json.dumps({"jobs": len(jobs)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    # Or the modules that are asked for, line by line.
+    known: set[object] = set()
+    for line in () if sys.argv[1:] else sys.stdin:
+        main(line.strip(), known=known)
