@@ -34,6 +34,29 @@ def loops_of_loaded_length(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
+@pytest.fixture(autouse=True)
+def language_patched_once_a_launch(monkeypatch):
+    """Triton's interpreter patches the language at each call of a function, which takes half of the
+    time of kernels that have some."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patched(fn):
+        # What a module calls the language differs.
+        if (module := id(fn.__globals__)) in done:
+            return interpreter._LangPatchScope()
+        done.add(module)
+        return patch(fn)
+
+    def launched(*args, **kwargs):
+        done.clear()
+        return launch(*args, **kwargs)
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        monkeypatch.setattr(interpreter, "_patch_lang", patched)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of FP16 one case of each test, of FP32 all: the rest takes minutes."""
