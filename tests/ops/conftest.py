@@ -1,5 +1,7 @@
 """Fixtures of the kernels' tests."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,10 +37,13 @@ def loops_of_loaded_length(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def language_patched_once_a_launch(monkeypatch):
-    """Triton's interpreter patches the language at each call of a function, which takes half of the
-    time of kernels that have some."""
+def quick_interpreter(monkeypatch):
+    """Triton's interpreter patches the language at each call of a function, and looks for overflows
+    of which it then tells no one: that takes most of its time."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    options = replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", options)
     patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patched(fn):
