@@ -1,6 +1,8 @@
 """Fixtures of the kernels' tests."""
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -64,11 +66,30 @@ def quick_interpreter(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of FP16 one case of each test, of FP32 all: the rest takes minutes."""
-    seen = set()
+    """On a CPU, of FP16 one case of each test; of FP32 few that show all values of its parameters,
+    each with each: the rest takes minutes."""
+    fp16, fp32 = defaultdict(list), defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and "fp16" in callspec.id and "cpu" in callspec.id:
-            if (case := (item.path, item.originalname)) in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(case)
+        if callspec is None or {mark.name for mark in item.iter_markers()} & {"gpu", "slow"}:
+            continue
+        is_fp16 = "fp16" in callspec.id and "cpu" in callspec.id
+        (fp16 if is_fp16 else fp32)[item.path, item.originalname].append(item)
+    spare = [item for cases in fp16.values() for item in cases[1:]]
+    for item in chain(spare, *map(_without_new_pairs, fp32.values())):
+        item.add_marker(pytest.mark.slow)
+
+
+def _without_new_pairs(cases: list) -> list:
+    """Those cases of a test whose values, two by two, are all in the others."""
+    left = {
+        item: set(combinations(sorted((k, repr(v)) for k, v in item.callspec.params.items()), 2))
+        for item in cases
+    }
+    shown = set()
+    while left and all(pairs for pairs in left.values()):
+        best = max(left, key=lambda item: len(left[item] - shown))
+        if left[best] <= shown:
+            break
+        shown |= left.pop(best)
+    return [item for item, pairs in left.items() if pairs]
