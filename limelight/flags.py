@@ -160,6 +160,13 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
+def positive(text: str) -> int:
+    """`text` as a number of things, of which there is one at least."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r:.50}")
+    return int(text)
+
+
 def merge(objects: Iterable[dict[str, object]]) -> dict[str, object]:
     """One object of several; where two hold objects under a key, these are merged as well."""
     merged: dict[str, object] = {}

@@ -13,6 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from limelight.orders import WEIGHTS, EngineState
 from limelight.stats import EngineStats, ModelInfo, SpeculationStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -28,8 +29,8 @@ CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 class Metrics:
     """Everything that `/metrics` shows of one model, in a registry of its own.
 
-    `stats`, of each engine, and `info` are asked at each scrape; `info` gives None until the model
-    is loaded. What is counted by request stands under the first engine.
+    `stats`, of each engine, `info` and `state` are asked at each scrape; `info` gives None until
+    the model is loaded. What is counted by request stands under the first engine.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Metrics:
         *,
         stats: Callable[[], Sequence[EngineStats]],
         info: Callable[[], ModelInfo | None],
+        state: Callable[[], EngineState] = EngineState,
     ):
         self.registry = CollectorRegistry()
         self._labels = (model, ENGINE)
-        self.registry.register(_EngineCollector(model, stats, info))
+        self.registry.register(_EngineCollector(model, stats, info, state))
         ProcessCollector(registry=self.registry)
         self._make_counters()
         self._make_histograms()
@@ -188,10 +190,10 @@ class _EngineCollector(Collector):
         model: str,
         stats: Callable[[], Sequence[EngineStats]],
         info: Callable[[], ModelInfo | None],
+        state: Callable[[], EngineState],
     ):
         self.model = model
-        self.stats = stats
-        self.info = info
+        self.stats, self.info, self.state = stats, info, state
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -210,9 +212,7 @@ class _EngineCollector(Collector):
             reason="capacity",
         )  # fmt: skip
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", of("cache_usage"))
-        yield self._gauge(
-            "engine_sleep_state", "1 for the present state", always, sleep_state="awake"
-        )
+        yield self._sleep_state(len(each))
         yield self._counter("num_preemptions", "Sequences put back", of("preemptions"))
         yield self._counter("prefix_cache_queries", "Tokens looked up", of("prefix_queries"))
         yield self._counter("prefix_cache_hits", "Tokens found", of("prefix_hits"))
@@ -225,6 +225,21 @@ class _EngineCollector(Collector):
                 "cache_config_info", "The KV cache", always,
                 block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks),
             )  # fmt: skip
+
+    def _sleep_state(self, engines: int) -> Metric:
+        """They sleep and wake together."""
+        state = self.state()
+        present = "awake"
+        if state.asleep:
+            is_lost = WEIGHTS in state.asleep and state.incomplete is not None
+            present = "discard_all" if is_lost else "weights_offloaded"
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the present state", labels=(*LABELS, "sleep_state")
+        )
+        for engine in range(engines):
+            for name in ("awake", "weights_offloaded", "discard_all"):
+                family.add_metric([self.model, str(engine), name], name == present)
+        return family
 
     def _expert_tokens(self, each: Sequence[EngineStats]) -> Iterator[Metric]:
         """Of the engines that count them."""

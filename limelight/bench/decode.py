@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.bench.workload import Steps
+from limelight.flags import positive
 
 if TYPE_CHECKING:
     from limelight.config import EngineConfig
@@ -30,10 +31,14 @@ class Decoded:
 def add_flags(parser: argparse.ArgumentParser):
     """The flags of this benchmark alone."""
     flag = parser.add_argument
-    flag("--batch", type=int, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)")
-    flag("--context", type=int, nargs="+", default=[1024], help="prompt tokens (default: 1024)")
-    flag("--num-tokens", type=int, default=150, help="steps to time in a round (default: 150)")
-    flag("--rounds", type=int, default=1, help="rounds, contestants in turn (default: 1)")
+    flag(
+        "--batch", type=positive, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)"
+    )
+    flag(
+        "--context", type=positive, nargs="+", default=[1024], help="prompt tokens (default: 1024)"
+    )
+    flag("--num-tokens", type=positive, default=150, help="steps to time in a round (default: 150)")
+    flag("--rounds", type=positive, default=1, help="rounds, contestants in turn (default: 1)")
     flag("--compare", choices=["transformers"], help="time its generate too, in turn")
     workload.add_slice_flag(parser)
     flag("--logprobs", type=int, help="tell so many log-probabilities with each token")

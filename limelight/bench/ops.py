@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from limelight.bench import workload
+from limelight.flags import positive
 
 if TYPE_CHECKING:
     from limelight.engine.startup import Started
@@ -25,8 +26,12 @@ PLAIN_CALLS = 16
 def add_flags(parser: argparse.ArgumentParser):
     """The flags of this benchmark alone."""
     flag = parser.add_argument
-    flag("--batch", type=int, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)")
-    flag("--context", type=int, nargs="+", default=[1024], help="prompt tokens (default: 1024)")
+    flag(
+        "--batch", type=positive, nargs="+", default=[1, 8], help="sequences at once (default: 1 8)"
+    )
+    flag(
+        "--context", type=positive, nargs="+", default=[1024], help="prompt tokens (default: 1024)"
+    )
     workload.add_slice_flag(parser)
     flag("--plain", action="store_true", help="also time each operation's plain torch form")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.bench.workload import Steps
+from limelight.flags import positive
 
 if TYPE_CHECKING:
     from limelight.config import EngineConfig
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 def add_flags(parser: argparse.ArgumentParser):
     """The flags of this benchmark alone."""
     flag = parser.add_argument
-    flag("--batch", type=int, nargs="+", default=[1, 8], help="prompts at once (default: 1 8)")
-    flag("--context", type=int, nargs="+", default=[2048], help="prompt tokens (default: 2048)")
-    flag("--rounds", type=int, default=5, help="timed rounds, after one untimed (default: 5)")
+    flag("--batch", type=positive, nargs="+", default=[1, 8], help="prompts at once (default: 1 8)")
+    flag(
+        "--context", type=positive, nargs="+", default=[2048], help="prompt tokens (default: 2048)"
+    )
+    flag("--rounds", type=positive, default=5, help="timed rounds, after one untimed (default: 5)")
     workload.add_slice_flag(parser)
     flag("--breakdown", action="store_true", help="also profile a round: kernels, and attention")
     flag("--prompt-seed", type=int, default=0, help="seed of the random prompts (default: 0)")

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from limelight.bench.sse import Endpoint
+from limelight.flags import positive
 from limelight.settings import environment
 
 WORDS = ("river", "stone", "seven", "light", "under", "green", "paper", "north", "sound", "early")
@@ -27,13 +28,13 @@ def add_flags(parser: argparse.ArgumentParser):
     flag = parser.add_argument
     flag("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
     flag("--model", help="model to ask for (default: the first that the server lists)")
-    flag("--concurrency", type=int, nargs="+", default=[1, 8], help="clients (default: 1 8)")
-    flag("--num-requests", type=int, default=32, help="requests a level (default: 32)")
+    flag("--concurrency", type=positive, nargs="+", default=[1, 8], help="clients (default: 1 8)")
+    flag("--num-requests", type=positive, default=32, help="requests a level (default: 32)")
     flag("--request-rate", type=float, help="mean new requests a second (default: no limit)")
-    flag("--context", type=int, default=256, help="prompt tokens, or words (default: 256)")
-    flag("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
+    flag("--context", type=positive, default=256, help="prompt tokens, or words (default: 256)")
+    flag("--max-tokens", type=positive, default=64, help="tokens of each answer (default: 64)")
     flag("--prompts", choices=["ids", "words"], default="ids", help="random ids or random words")
-    flag("--vocab-size", type=int, default=1000, help="ids are below this (default: 1000)")
+    flag("--vocab-size", type=positive, default=1000, help="ids are below this (default: 1000)")
     flag("--prompt-seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
 
 

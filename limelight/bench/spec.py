@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.config import EngineConfig
-from limelight.flags import config_from
+from limelight.flags import config_from, positive
 from limelight.speculative import NO_DRAFTS
 from limelight.types import SamplingParams
 
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser):
     """The flags of this benchmark alone."""
     flag = parser.add_argument
     flag(
-        "--concurrency", type=int, nargs="+", default=[1, 8, 32, 128],
+        "--concurrency", type=positive, nargs="+", default=[1, 8, 32, 128],
         help="clients at once (default: 1 8 32 128)",
     )  # fmt: skip
     flag(
@@ -44,13 +44,13 @@ def add_flags(parser: argparse.ArgumentParser):
         help="prompts: code and words to sort, or random ids (default: mixed, but random for "
         "dummy weights and models without a tokenizer)",
     )  # fmt: skip
-    flag("--prompt-len", type=int, help="prompt tokens (default: 1024; bundled models: 256)")
-    flag("--output-len", type=int, help="most tokens out (default: 4096; bundled models: 128)")
+    flag("--prompt-len", type=positive, help="prompt tokens (default: 1024; bundled models: 256)")
+    flag("--output-len", type=positive, help="most tokens out (default: 4096; bundled models: 128)")
     flag(
-        "--num-requests", type=int,
+        "--num-requests", type=positive,
         help="answers in a round after the first of each client (default: 2 a client, at least 8)",
     )  # fmt: skip
-    flag("--rounds", type=int, default=1, help="rounds, ways in turn (default: 1)")
+    flag("--rounds", type=positive, default=1, help="rounds, ways in turn (default: 1)")
     flag("--temperature", type=float, default=0.0, help="default: 0, the likeliest")
     workload.add_slice_flag(parser)
     flag("--prompt-seed", type=int, default=0, help="seed of the prompts (default: 0)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from limelight.config import EngineConfig
-from limelight.flags import config_from
+from limelight.flags import config_from, positive
 from limelight.speculative import NO_DRAFTS
 from limelight.types import Output, Request, SamplingParams
 
@@ -35,7 +35,7 @@ class Steps(Protocol):
 def add_slice_flag(parser: argparse.ArgumentParser):
     """The flag of benchmarks that can run one rank's share of a model alone."""
     parser.add_argument(
-        "--tensor-parallel-slice", type=int, default=1, metavar="N",
+        "--tensor-parallel-slice", type=positive, default=1, metavar="N",
         help="run the share of one of N devices, without the others (default: 1, the whole model)",
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ The file is one JSON object, from which `--expert-placement` spreads experts ove
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from limelight.config import EngineConfig
 from limelight.parallel.seat import Seat
 
+logger = logging.getLogger(__name__)
 # Reading the counts waits for the device.
 SECONDS_BETWEEN_LOOKS = 10.0
 SECONDS_BETWEEN_LOOKS_AT_REST = 1.0
@@ -31,7 +33,11 @@ class ExpertLoad:
         pause = SECONDS_BETWEEN_LOOKS_AT_REST if idle else SECONDS_BETWEEN_LOOKS
         if steps != self.steps and time.monotonic() - self.looked >= pause:
             self.steps, self.looked = steps, time.monotonic()
-            self.write()
+            try:
+                self.write()
+            except OSError as error:
+                # A full disk is no reason to end requests.
+                logger.error("--expert-load-file: %s", error)
         return self.by_expert
 
     def write(self) -> None:

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 def expert_mesh(config: EngineConfig, found: "Resolved", seat: Seat) -> ExpertMesh | None:
     """This rank's place among those that hold whole experts, before they are joined; None where
     experts are not spread. `ValueError` for what cannot be had."""
-    if not config.enable_expert_parallel:
+    if not config.enable_expert_parallel or seat.world_size == 1:
         _check_unset(config)
+    if not config.enable_expert_parallel:
         return None
     if seat.world_size == 1:
         logger.warning("--enable-expert-parallel: one rank holds all experts; -tp or -dp has more")
@@ -51,8 +52,8 @@ def joined(experts: ExpertMesh | None, mesh: Mesh) -> ExpertMesh | None:
 
 # What has a meaning where experts are spread alone, and its value where nobody has asked for it.
 UNSET: dict[str, object] = {
-    "expert_dispatch_dtype": "auto", "expert_load_file": None, "expert_placement": None,
-    "num_redundant_experts": 0,
+    "moe_backend": "auto", "expert_dispatch_dtype": "auto", "expert_load_file": None,
+    "expert_placement": None, "num_redundant_experts": 0,
 }  # fmt: skip
 
 
@@ -61,7 +62,9 @@ def _check_unset(config: EngineConfig) -> None:
     for name, unset in UNSET.items():
         if getattr(config, name) != unset:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} has a meaning with --enable-expert-parallel only")
+            raise ValueError(
+                f"--{flag} has a meaning with --enable-expert-parallel and several ranks only"
+            )
 
 
 def _backend(config: EngineConfig) -> Backend:

@@ -81,15 +81,24 @@ class LLM:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         started = start_engine(self.config, Progress(quiet=quiet))
         self.engine, self.info, self.plan = started.engine, started.info, started.plan
+        self.template: ChatTemplate | None = None
+        try:
+            self._load_texts(started.folder, reasoning_parser, tool_call_parser)
+        except BaseException:
+            self.close()
+            raise
+        self._ids = itertools.count()
+
+    def _load_texts(
+        self, weights: Path, reasoning_parser: str | None, tool_call_parser: str | None
+    ) -> None:
+        """A model may lack a tokenizer; then it takes and gives token ids."""
         source = self.config.text_source
-        own = source == self.config.model
-        folder = started.folder if own else locate(source, weights=False)
-        # A model may lack a tokenizer; then it takes and gives token ids.
+        folder = weights if source == self.config.model else locate(source, weights=False)
         has_tokenizer = self.config.tokenizer or (folder / "tokenizer.json").exists()
         self.tokenizer = Tokenizer.load(folder) if has_tokenizer else None
         self.template = ChatTemplate.load(folder, override=None) if has_tokenizer else None
         self.form = self._find_form(folder, reasoning_parser, tool_call_parser)
-        self._ids = itertools.count()
 
     def _find_form(
         self, folder: Path, reasoning_parser: str | None, tool_call_parser: str | None
@@ -268,7 +277,11 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError(f"{self.config.model} has no tokenizer: give token ids")
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
-        return None, prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, dict):
+            return None, prompt
+        if set(prompt) != {"prompt_token_ids"}:
+            raise RequestError(f"a prompt has the key prompt_token_ids alone; got {list(prompt)}")
+        return None, prompt["prompt_token_ids"]
 
     def _run(self, jobs: list[Job]) -> Iterator[Delta]:
         """Step until all jobs are done; what the answers say as it comes."""

@@ -214,14 +214,12 @@ def _parts(target: Target, expert: int | None) -> list[Target]:
     """What a tensor fills: of all experts, or of this one where each is a tensor of its own."""
     if target.experts is None and expert is None:
         return [target]
-    held = range(target.shape[0]) if target.experts is None else target.experts
+    held = target.experts
     if expert is not None:
         shape, take = target.shape[1:], target.take[1:]
-        return [
-            replace(target, into=target.into[slot], shape=shape, take=take)
-            for slot, one in enumerate(held)
-            if one == expert
-        ]
+        slots = [expert] if held is None else [i for i, one in enumerate(held) if one == expert]
+        return [replace(target, into=target.into[i], shape=shape, take=take) for i in slots]
+    assert held is not None
     return [
         replace(
             target, into=target.into[slot : slot + 1], take=(slice(one, one + 1), *target.take[1:])

@@ -198,7 +198,7 @@ def _own_row(
     if weights is None:
         x_D = tl.load(x + t * stride_x + d, mask=d < SIZE, other=0.0)
     else:
-        x_D = weighted_sum(x, shared, weights, t, d, factor, SIZE, COUNT, SCALED, dtype)
+        x_D = weighted_sum(x, None, shared, weights, t, d, factor, SIZE, COUNT, SCALED, dtype)
     return x_D
 
 

@@ -14,15 +14,22 @@ from limelight.ops import cdiv, next_power_of_2, pdl
 
 @triton.jit
 def weighted_sum(
-    routed, shared, weights, t, d, scale,
+    routed, places, shared, weights, t, d, scale,
     SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """For kernels: of row t, the weighted sum of its experts, scaled, and the shared one's."""
+    """For kernels: of row t, the weighted sum of its experts, scaled, and the shared one's.
+
+    Outputs are in the order of rows, or at `places`, of which those below 0 are no output.
+    """
     total_D = tl.zeros(d.shape, tl.float32)
     for n in tl.static_range(COUNT):
-        pair = t * COUNT + n
-        out_D = tl.load(routed + pair * SIZE + d, mask=d < SIZE, other=0.0)
-        total_D += tl.load(weights + pair) * out_D.to(tl.float32)
+        pair, here_D = t * COUNT + n, d < SIZE
+        weight = tl.load(weights + pair)
+        if places is not None:
+            pair = tl.load(places + pair).to(tl.int64)
+            here_D = here_D & (pair >= 0)
+        out_D = tl.load(routed + pair * SIZE + d, mask=here_D, other=0.0)
+        total_D += weight * out_D.to(tl.float32)
     total_D = total_D.to(dtype)
     if SCALED:
         total_D = (total_D.to(tl.float32) * scale).to(dtype)
@@ -33,8 +40,8 @@ def weighted_sum(
 
 
 @triton.jit
-def _combine_kernel(
-    routed, shared, weights, out, scale,
+def combine_kernel(
+    routed, places, shared, weights, out, scale,
     SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +52,7 @@ def _combine_kernel(
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total_D = weighted_sum(
-        routed, shared, weights, t, d, scale, SIZE, COUNT, SCALED, out.dtype.element_ty
+        routed, places, shared, weights, t, d, scale, SIZE, COUNT, SCALED, out.dtype.element_ty
     )  # fmt: skip
     tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
 
@@ -67,8 +74,8 @@ class Unsummed:
         rows, size = len(self), self.out_PD.shape[1]
         out_TD = self.out_PD.new_empty(rows, size)
         block_d = min(1024, next_power_of_2(size))
-        _combine_kernel[(rows, cdiv(size, block_d))](
-            self.out_PD, self.added_TD, self.weights_TN, out_TD, self.scale,
+        combine_kernel[(rows, cdiv(size, block_d))](
+            self.out_PD, None, self.added_TD, self.weights_TN, out_TD, self.scale,
             SIZE=size, COUNT=self.weights_TN.shape[1], SCALED=self.scale != 1.0, BLOCK_D=block_d,
             num_warps=4, **pdl(out_TD),
         )  # fmt: skip

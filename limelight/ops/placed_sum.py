@@ -8,10 +8,9 @@ is added (the shared expert), each rounded. Where a token's N outputs do not lie
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from limelight.ops import cdiv, invariant, is_batch_invariant, next_power_of_2, op, pdl
+from limelight.ops.combine import combine_kernel
 
 
 def placed_sum_reference(
@@ -40,36 +39,6 @@ def placed_sum_reference(
     return out_TD if added_TD is None else out_TD + added_TD
 
 
-@triton.jit
-def _placed_sum_kernel(
-    routed, places, shared, weights, out, scale,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A piece of one token's row: the weighted sum of its experts, then the shared one's."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    dtype: tl.constexpr = out.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total_D = tl.zeros((BLOCK_D,), tl.float32)
-    for n in tl.static_range(COUNT):
-        pair = t * COUNT + n
-        weight = tl.load(weights + pair)
-        if places is not None:
-            pair = tl.load(places + pair).to(tl.int64)
-        out_D = tl.load(routed + pair * SIZE + d, mask=(d < SIZE) & (pair >= 0), other=0.0)
-        total_D += weight * out_D.to(tl.float32)
-    total_D = total_D.to(dtype)
-    if SCALED:
-        total_D = (total_D.to(tl.float32) * scale).to(dtype)
-    if shared is not None:
-        out_D = tl.load(shared + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
-        total_D = (total_D.to(tl.float32) + out_D).to(dtype)
-    tl.store(out + t * SIZE + d, total_D, mask=d < SIZE)
-
-
 def _launch(
     out_PD: torch.Tensor,
     places_TN: torch.Tensor | None,
@@ -86,7 +55,7 @@ def _launch(
     out_TD = out_PD.new_empty(rows, size, dtype=dtype)
     block_d = min(1024, next_power_of_2(size))
     if rows:
-        _placed_sum_kernel[(rows, cdiv(size, block_d))](
+        combine_kernel[(rows, cdiv(size, block_d))](
             out_PD, places_TN, added_TD, weights_TN, out_TD, scale,
             SIZE=size, COUNT=count, SCALED=scale != 1.0, BLOCK_D=block_d, num_warps=4,
             **pdl(out_PD),

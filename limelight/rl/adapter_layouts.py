@@ -60,6 +60,8 @@ def find_pairs(raws: Iterable[Raw]) -> dict[str, Pair]:
             raise ValueError(f"{raw} is not part of a LoRA adapter that can be served")
         if raw.dtype not in DTYPES:
             raise ValueError(f"{raw}: type {raw.dtype}; expected one of {', '.join(DTYPES)}")
+        if len(raw.shape) not in (2, 3):
+            raise ValueError(f"{raw}: shape {list(raw.shape)}; expected two or three dimensions")
         sides = found.setdefault(match["path"], {})
         if match["side"] in sides:
             raise ValueError(

@@ -111,12 +111,12 @@ class Landing:
         cls, announced: Sequence[Announced], targets: Targets, renames: dict[str, str]
     ) -> "Landing":
         """`ValueError` names what is not part of the model, or has another shape there."""
-        incoming = {one.name: Incoming(one) for one in announced}
-        if len(incoming) < len(announced):
-            names = [one.name for one in announced]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice} is announced twice")
-        stored = [part for one in incoming.values() for part in as_stored(one)]
+        incoming: dict[str, Incoming] = {}
+        for one in announced:
+            if one.name in incoming:
+                raise ValueError(f"{one.name} is announced twice")
+            incoming[one.name] = Incoming(one)
+        stored = [part for tensor in incoming.values() for part in as_stored(tensor)]
         placed = place_tensors(stored, targets, renames)
         fillings: dict[str, list[Filling]] = {name: [] for name in incoming}
         for filling in chain.from_iterable(placed.values()):

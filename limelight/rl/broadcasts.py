@@ -62,6 +62,8 @@ class Broadcasts:
         """`ValueError` if the tensors come in another way than was agreed on."""
         if info.get("ipc_handles") is not None or info.get("ipc_handles_pickled") is not None:
             raise ValueError("this server was not started for CUDA IPC; tensors are broadcast")
+        if not isinstance(packed := info.get("packed", self.packed), bool):
+            raise ValueError(f"update_info.packed must be true or false; got {packed!r:.50}")
 
     def receive(
         self, announced: Sequence[Announced], info: dict[str, object]

@@ -116,10 +116,6 @@ class AdapterBank:
     filled: dict[int, list[Adapted]] = field(default_factory=dict)
     base: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def read(self, adapter_id: int, folder: str) -> None:
-        """Take an adapter from its files, in the place of a former one of this id."""
-        self.held[adapter_id] = read_adapter(Path(folder), self.room)
-
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter; what a slot has of it stays there."""
         self.held.pop(adapter_id, None)

@@ -114,10 +114,11 @@ class _Reading:
 
     def _marked(self) -> list[object]:
         """What stands behind the last mark, which goes too."""
-        at = max(i for i, item in enumerate(self.stack) if item is MARK)
-        items = self.stack[at + 1 :]
-        del self.stack[at:]
-        return items
+        items: list[object] = []
+        # From the top, for below may be much.
+        while (item := self.stack.pop()) is not MARK:
+            items.append(item)
+        return items[::-1]
 
 
 def _kind(value: object, kind: type) -> None:

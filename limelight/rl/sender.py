@@ -8,6 +8,7 @@ NCCL the trainer is on another GPU than the engines.
 """
 
 import base64
+import http.client
 import json
 import threading
 import urllib.error
@@ -147,9 +148,10 @@ class WeightSender:
                 told = json.load(answer)
         except urllib.error.HTTPError as error:
             raise SendFailed(f"{url}{path}: {_message(error.read())}") from error
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise SendFailed(f"{url}{path}: {error}") from error
-        assert isinstance(told, dict), f"{path} answers with an object"
+        if not isinstance(told, dict):
+            raise SendFailed(f"{url}{path}: the answer is no JSON object")
         return told
 
 

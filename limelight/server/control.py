@@ -263,14 +263,16 @@ class ControlRoutes:
         baseline = arguments.given("baseline", dict)
         if action == "compare" and baseline is None:
             raise RequestError("compare needs the baseline that checksum told", param="baseline")
+        known = None if baseline is None else baseline.get("tensors", baseline)
+        if baseline is not None and not isinstance(known, dict):
+            raise RequestError("baseline.tensors must be a JSON object", param="baseline")
         results = await self._order(Checksums())
         tensors = msgspec.convert(results[0]["tensors"], dict[str, str])
         alike = all(result == results[0] for result in results)
-        if baseline is None:
+        if known is None:
             total = sum(int(value, 16) for value in tensors.values()) % 2**64
             whole = {"action": action, "checksum": f"{total:016x}", "tensors": tensors}
             return {**whole, "success": alike}
-        known = baseline.get("tensors", baseline)
         names = sorted(tensors.keys() | known.keys())
         different = [name for name in names if tensors.get(name) != known.get(name)]
         return {"action": action, "success": alike and not different, "different": different}
@@ -282,7 +284,10 @@ class ControlRoutes:
         if method == "skyrl_sleep_for_weight_sync":
             await self._order(Sleep(1, "keep", [], keeps_cache=given.get("offload_kv") is True))
         elif method == "skyrl_wake_for_weight_sync":
-            await self._order(WakeUp(list(map(str, given.get("tags") or []))))
+            tags = given.get("tags") or []
+            if not isinstance(tags, list):
+                raise RequestError("kwargs.tags must be a list of texts", param="kwargs")
+            await self._order(WakeUp(list(map(str, tags))))
         elif method != "skyrl_discard_in_memory_lora":
             # That one SkyRL calls whenever it unloads; here no adapter comes but from a folder.
             raise RequestError(f"there is no method {method!r:.100} to call", param="method")

@@ -77,7 +77,10 @@ class Service:
         self.handler = Handler(form, prompts.tokenizer, config)
         self.quick_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quick")
         self.slow_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="slow")
-        self.metrics = Metrics(reader.names[0], stats=lambda: client.stats, info=self._info)
+        self.metrics = Metrics(
+            reader.names[0], stats=lambda: client.stats, info=self._info,
+            state=lambda: client.state,
+        )  # fmt: skip
         self.lifecycle = Lifecycle(client, self.metrics)
         self.queue = Queue(
             max_requests=config.max_num_queued_reqs, max_tokens=config.max_num_queued_tokens,

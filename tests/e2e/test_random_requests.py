@@ -60,7 +60,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_answers_keep_to_random_requests(client, number):
     bodies = drawn(number)
     any_order = client.models.list().data[0].id == "flint-nano"

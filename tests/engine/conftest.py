@@ -26,6 +26,12 @@ def drafter(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def either_loop(folder) -> bool:
+    """Whether steps overlap: with one model they do, with the other they do not."""
+    return folder.name.startswith("flint")
+
+
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
 def overlap(request):
     return request.param

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,21 +52,38 @@ async def gone(pid: int, *, within: float) -> bool:
     return not alive(pid)
 
 
+@asynccontextmanager
+async def ready(folder):
+    """A client of an engine that is ready, and closed afterwards."""
+    client = EngineClient(EngineConfig(model=str(folder), device="cpu", max_num_seqs=8))
+    await client.start()
+    pid = client._process.pid
+    try:
+        await asyncio.wait_for(client.wait_ready(), 60)
+        yield client
+    finally:
+        await client.close()
+    assert not alive(pid) and not client._folder.exists()
+
+
 def with_client(folder, scenario):
-    """Run `scenario(client, pid)` against a ready engine and close it."""
+    """Run `scenario(client, pid)` against an engine of its own."""
 
     async def main():
-        client = EngineClient(EngineConfig(model=str(folder), device="cpu", max_num_seqs=8))
-        await client.start()
-        pid = client._process.pid
-        try:
-            await asyncio.wait_for(client.wait_ready(), 60)
-            await scenario(client, pid)
-        finally:
-            await client.close()
-        assert not alive(pid) and not client._folder.exists()
+        async with ready(folder) as client:
+            await scenario(client, client._process.pid)
 
     asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    """Runs scenarios against one engine, which all of them leave as they found it."""
+    with asyncio.Runner() as runner:
+        opened = ready(folder)
+        client = runner.run(opened.__aenter__())
+        yield lambda scenario: runner.run(scenario(client))
+        runner.run(opened.__aexit__(None, None, None))
 
 
 async def collect(client, one, *, leave_after=None):
@@ -88,8 +106,8 @@ async def until(condition, *, within=2.0):
     assert condition()
 
 
-def test_requests_are_served_together_and_leavers_are_forgotten(folder):
-    async def scenario(client, pid):
+def test_requests_are_served_together_and_leavers_are_forgotten(shared):
+    async def scenario(client):
         asked = [request([5, 6, 7 + i], max_tokens=20 + i) for i in range(5)]
         jobs = [
             collect(client, one, leave_after=3 if i == 2 else None) for i, one in enumerate(asked)
@@ -100,11 +118,11 @@ def test_requests_are_served_together_and_leavers_are_forgotten(folder):
         await until(lambda: client.stats.running == 0 and client.stats.cache_usage == 0.0)
         assert client.status.phase == "ready" and client.status.healthy
 
-    with_client(folder, scenario)
+    shared(scenario)
 
 
-def test_an_abort_reaches_the_one_who_listens(folder):
-    async def scenario(client, pid):
+def test_an_abort_reaches_the_one_who_listens(shared):
+    async def scenario(client):
         one = request([1, 2], max_tokens=400)
         job = asyncio.create_task(collect(client, one))
         await until(lambda: client.stats.running == 1)
@@ -112,7 +130,7 @@ def test_an_abort_reaches_the_one_who_listens(folder):
         tokens, reason = await asyncio.wait_for(job, 2)
         assert reason == "abort" and len(tokens) < 400
 
-    with_client(folder, scenario)
+    shared(scenario)
 
 
 def test_a_killed_engine_fails_everyone_at_once(folder):
@@ -218,8 +236,8 @@ def test_last_words_that_come_after_the_end_are_heard_before_the_exit_code(monke
     assert asyncio.run(fault_of(EngineConfig(device="cpu"))) == "no such weights"
 
 
-def test_an_id_in_use_is_refused_and_its_first_request_goes_on(folder):
-    async def scenario(client, pid):
+def test_an_id_in_use_is_refused_and_its_first_request_goes_on(shared):
+    async def scenario(client):
         one = request([1, 2], max_tokens=100)
         job = asyncio.create_task(collect(client, one))
         await until(lambda: client.stats.running == 1)
@@ -229,7 +247,7 @@ def test_an_id_in_use_is_refused_and_its_first_request_goes_on(folder):
         assert reason == "length" and len(tokens) == 100
         assert len((await collect(client, one))[0]) == 100
 
-    with_client(folder, scenario)
+    shared(scenario)
 
 
 def test_the_arguments_of_the_process_do_not_tell_the_config(folder):

@@ -33,10 +33,10 @@ def compare(engine, plain, asked, *, right=0.7, seed=0):
     return answers
 
 
-@pytest.mark.parametrize("num_drafts", [7, 15], ids="N{}".format)
-def test_greedy_tokens_are_those_of_no_drafts(folder, drafter, overlap, num_drafts):
+@pytest.mark.parametrize("num_drafts, shares", [(7, (0.0, 0.7)), (15, (1.0,))], ids=["N7", "N15"])
+def test_greedy_tokens_are_those_of_no_drafts(folder, drafter, overlap, num_drafts, shares):
     plain = start(folder)
-    for right in (0.0, 0.7, 1.0):
+    for right in shares:
         asked = [
             request(text, max_tokens=30, logprobs=None) for text in prompts(3, 16, 40, 90, 130)
         ]
@@ -126,10 +126,10 @@ def test_a_small_cache_chunks_hits_and_preemptions_change_nothing(folder, drafte
 
 
 def test_a_conversation_finds_its_beginning_as_without_drafts(folder, drafter):
-    """Six turns: each finds all full blocks of the one before, and says the same."""
+    """Four turns: each finds all full blocks of the one before, and says the same."""
     plain, engine = start(folder), start_drafted(folder, drafter)
     history = prompts(150)[0]
-    for turn in range(6):
+    for turn in range(4):
         asked = [request(history, max_tokens=20, logprobs=None)]
         (answer,) = compare(engine, plain, asked, seed=turn)
         assert answer.last.num_cached >= (len(history) - 24 - 20) // 16 * 16 or turn == 0
@@ -150,8 +150,8 @@ def test_the_longest_length_ends_an_answer_at_exactly_that(flint, drafter, overl
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), 1e30], ids=str)
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_a_broken_drafter_costs_no_text(flint, drafter, tmp_path, value, method):
+@pytest.mark.parametrize("method, adaptive", [("greedy", False), ("probabilistic", True)])
+def test_a_broken_drafter_costs_no_text(flint, drafter, tmp_path, value, method, adaptive):
     tensors = load_file(drafter / "model.safetensors")
     save_file(
         {name: torch.full_like(tensor, value) for name, tensor in tensors.items()},
@@ -160,11 +160,10 @@ def test_a_broken_drafter_costs_no_text(flint, drafter, tmp_path, value, method)
     (tmp_path / "config.json").write_text((drafter / "config.json").read_text())
     asked = [request(text, max_tokens=12, logprobs=None) for text in prompts(4, 40)]
     expected = run(start(flint), asked)
-    for adaptive in (False, True):
-        engine = start_drafted(flint, tmp_path, adaptive=adaptive, draft_sample_method=method)
-        got = run(engine, asked)
-        assert [one.token_ids for one in got] == [one.token_ids for one in expected]
-        assert all(one.last.error is None for one in got)
+    engine = start_drafted(flint, tmp_path, adaptive=adaptive, draft_sample_method=method)
+    got = run(engine, asked)
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    assert all(one.last.error is None for one in got)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5])
@@ -238,8 +237,8 @@ def test_drawn_drafts_follow_the_seed_alone(flint, drafter, overlap):
     engine = start_drafted(flint, drafter, draft_sample_method="probabilistic")
     engine.overlap = overlap
     together = run(engine, asked)
-    again = [run(engine, [one])[0] for one in asked]
-    assert [one.token_ids for one in again] == [one.token_ids for one in together]
+    again = [run(engine, [one])[0] for one in asked[:3]]
+    assert [one.token_ids for one in again] == [one.token_ids for one in together[:3]]
     assert len({tuple(one.token_ids) for one in together}) == 8
 
 

@@ -53,8 +53,10 @@ def mixed(rng, heads):
     return request(text, **settings)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_order_of_requests_changes_an_answer(folder, drafter, seed):
+@pytest.mark.parametrize("turn", range(2))
+def test_no_order_of_requests_changes_an_answer(folder, drafter, turn):
+    # Of four kinds each model has two.
+    seed = turn + 2 * folder.name.startswith("beam")
     rng = random.Random(seed)
     num_drafts = rng.choice([1, 3, 7])
     limits = {
@@ -139,10 +141,10 @@ def test_constraints_and_budgets_hold_in_any_traffic(tmp_path, seed):
         return [
             who.ask(
                 f"Item {i}: {'on and ' * (i % 5)}", seed=i, temperature=0.8 * (i == 0),
-                max_tokens=draw.choice([20, 90]), logprobs=0 if i % 3 == 0 else None,
+                max_tokens=draw.choice([20, 60]), logprobs=0 if i % 3 == 0 else None,
                 ignore_eos=i == 3, **kinds[i % 4],
             )[0]
-            for i in range(10)
+            for i in range(8)
         ]  # fmt: skip
 
     expected, asked = run(plain.engine, ask(plain)), ask(small)

@@ -47,6 +47,8 @@ def test_one_rank_alone_holds_all_experts_as_ever():
         flag = next(iter(given)).replace("_", "-")
         with pytest.raises(ValueError, match=f"--{flag} has a meaning with --enable-expert"):
             expert_mesh(replace(without, **given), None, FOUR)
+        with pytest.raises(ValueError, match=f"--{flag} has a meaning with .* several ranks only"):
+            expert_mesh(nano(**given), None, Seat())
 
 
 def test_what_a_graph_cannot_hold_is_refused_with_what_would_do():
@@ -79,6 +81,13 @@ def test_a_load_is_written_whole_and_read_again_by_the_next_start(tmp_path, monk
     assert all({0, 1} <= set(one) and len(one) == 7 for one in held)
     with pytest.raises(ValueError, match="--expert-load-file: there is no folder"):
         load_file(nano(expert_load_file=str(tmp_path / "no" / "load.json")), Seat())
+
+
+def test_a_load_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(expert_load, "SECONDS_BETWEEN_LOOKS", 0.0)
+    load = ExpertLoad(tmp_path / "gone" / "load.json", lambda: {1: [5, 1]})
+    assert load.look(3, idle=False) == [5, 1]
+    assert "--expert-load-file" in caplog.text
 
 
 def test_tokens_of_each_expert_are_told_for_each_engine():

@@ -53,7 +53,7 @@ class Traffic:
         assert self.engine.stats().cache_usage == 0.0
 
 
-def test_reused_blocks_never_show_another_texts_keys(folder, overlap):
+def test_reused_blocks_never_show_another_texts_keys(folder, either_loop):
     """64 blocks, prompts that share heads, four at a time, every fifth given up."""
     rng = random.Random(5)
     heads = prompts(100, 200, 330, seed=1)
@@ -61,7 +61,7 @@ def test_reused_blocks_never_show_another_texts_keys(folder, overlap):
     expected = {i: alone(folder, request(text)) for i, text in enumerate(texts)}
     block = 16 * 2 * 2 * 16 * 4 * 4  # tokens, keys and values, KV heads, size, layers, bytes
     engine = start(folder, kv_cache_memory_bytes=64 * block, max_num_seqs=4)
-    engine.overlap = overlap
+    engine.overlap = either_loop
     traffic, owner = Traffic(engine, rng), {}
     for turn in range(300):
         i = rng.randrange(len(texts))
@@ -81,13 +81,13 @@ def test_reused_blocks_never_show_another_texts_keys(folder, overlap):
             assert_near(answer, expected[owner[name]])
 
 
-def test_a_sampled_request_is_the_same_alone_and_after_preemption(folder, overlap):
+def test_a_sampled_request_is_the_same_alone_and_after_preemption(folder, either_loop):
     asked = [
         request(prompt, max_tokens=60, temperature=0.8, top_p=0.95, seed=7 + i, prompt_logprobs=1)
         for i, prompt in enumerate(prompts(100, 90, 80, 70, 110, 60))
     ]
     engine = start(folder, max_model_len=200, kv_cache_memory_bytes=600_000)
-    engine.overlap = overlap
+    engine.overlap = either_loop
     answers = run(engine, asked)
     assert engine.stats().preemptions > 0
     for one, answer in zip(asked, answers, strict=True):
@@ -170,9 +170,10 @@ def test_huge_sinks_leave_only_the_last_token_to_decide(tmp_path):
 def test_routing_is_the_same_at_every_batch_size(folder):
     """64 prompts one by one, together, and token by token: the same experts' tokens."""
     texts = prompts(*[7 + i % 23 for i in range(64)], seed=2)
-    together = run(start(folder, max_num_seqs=64), [request(text) for text in texts])
+    asked = [request(text, max_tokens=3) for text in texts]
+    together = run(start(folder, max_num_seqs=64), asked)
     single = start(folder, max_num_seqs=64, max_num_batched_tokens=64, enable_prefix_caching=False)
-    by_token = [run(single, [request(text)])[0] for text in texts]
+    by_token = [run(single, [request(text, max_tokens=3)])[0] for text in texts]
     for one, other in zip(together, by_token, strict=True):
         assert_near(one, other)
 
@@ -217,7 +218,7 @@ def test_a_cache_larger_than_memory_is_refused_before_it_is_taken(folder):
 
 
 @pytest.mark.parametrize("limit", [24, 64])
-def test_steps_padded_as_graphs_are_give_the_same_tokens(folder, overlap, limit):
+def test_steps_padded_as_graphs_are_give_the_same_tokens(folder, either_loop, limit):
     """Chunks of prompts beside sequences that decode; one is told of its prompt, by no graph."""
     asked = [
         request(text, logprobs=None, prompt_logprobs=0 if i == 3 else None, max_tokens=20)
@@ -225,7 +226,7 @@ def test_steps_padded_as_graphs_are_give_the_same_tokens(folder, overlap, limit)
     ]
     expected = run(start(folder), asked)
     engine = start(folder, max_num_batched_tokens=limit, max_num_seqs=5)
-    engine.overlap = overlap
+    engine.overlap = either_loop
     graphs, traffic = fake_graphs(engine), Traffic(engine, random.Random(0))
     for one in asked:
         traffic.add(one)

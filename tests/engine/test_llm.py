@@ -79,3 +79,19 @@ def test_a_conversation_is_refused_by_the_message_that_is_wrong(llm):
     with pytest.raises(ValueError, match=r"messages\[1\].tool_calls\[0\].*JSON object"):
         broken = CALL | {"function": {"name": "add", "arguments": "[1]"}}
         llm.chat([QUESTION, {"role": "assistant", "tool_calls": [broken]}])
+
+
+def test_a_prompt_that_is_none_is_refused_by_its_keys(llm):
+    with pytest.raises(ValueError, match="the key prompt_token_ids alone; got .'prompt'"):
+        llm.generate({"prompt": "Hi"})
+
+
+def test_an_engine_whose_texts_cannot_be_read_is_closed(monkeypatch):
+    closed = []
+    monkeypatch.setattr("limelight.engine.engine.Engine.close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="beam"):
+        LLM(
+            "flint-nano", device="cpu", load_format="dummy",
+            reasoning_parser="beam", tool_call_parser="beam",
+        )  # fmt: skip
+    assert len(closed) == 1

@@ -121,20 +121,25 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"]}
 
 
-def jobs_of(cases: list[Case]) -> list[Job]:
-    """Every launch for `MAIN`; the first of each kernel for the other capabilities."""
+def jobs_of(cases: list[Case], known: set[object]) -> list[Job]:
+    """Every launch for `MAIN`; for the other capabilities the first of each kernel that is not
+    `known` yet, which it is from then on."""
     jobs = record(cases, MAIN)
+    new = {job.launch.kernel for job in jobs} - known
     for capability in CAPABILITIES:
-        if capability != MAIN:
-            recorded = reversed(record(cases, capability))
-            jobs += {job.launch.kernel.__name__: job for job in recorded}.values()
+        if capability != MAIN and new:
+            first = {job.launch.kernel: job for job in reversed(record(cases, capability))}
+            jobs += [job for kernel, job in first.items() if kernel in new]
+    known |= new
     return jobs
 
 
-def main(module: str, word: str = "") -> None:
+def main(module: str, word: str = "", known: set[object] | None = None) -> None:
     """Print what each kernel of the module's cases needs, a JSON object a line."""
     cases = importlib.import_module(module).compile_cases()
-    jobs = {id(job.launch): job for job in jobs_of([case for case in cases if word in case.name])}
+    known = set() if known is None else known
+    found = jobs_of([case for case in cases if word in case.name], known)
+    jobs = {id(job.launch): job for job in found}
 
     def work(launch: Launch) -> None:
         # One write, so that the workers' lines stay whole.
@@ -142,8 +147,13 @@ def main(module: str, word: str = "") -> None:
         sys.stdout.flush()
 
     compile_all([job.launch for job in jobs.values()], work, min(os.cpu_count() or 1, 8))
-    print(json.dumps({"jobs": len(jobs)}))
+    print(json.dumps({"jobs": len(jobs)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    # Or the modules that are asked for, line by line.
+    known: set[object] = set()
+    for line in () if sys.argv[1:] else sys.stdin:
+        main(line.strip(), known=known)

@@ -1,5 +1,9 @@
 """Fixtures of the kernels' tests."""
 
+from collections import defaultdict
+from dataclasses import replace
+from itertools import chain, combinations
+
 import pytest
 import torch
 
@@ -34,13 +38,58 @@ def loops_of_loaded_length(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
+@pytest.fixture(autouse=True)
+def quick_interpreter(monkeypatch):
+    """Triton's interpreter patches the language at each call of a function, and looks for overflows
+    of which it then tells no one: that takes most of its time."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    options = replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", options)
+    patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patched(fn):
+        # What a module calls the language differs.
+        if (module := id(fn.__globals__)) in done:
+            return interpreter._LangPatchScope()
+        done.add(module)
+        return patch(fn)
+
+    def launched(*args, **kwargs):
+        done.clear()
+        return launch(*args, **kwargs)
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        monkeypatch.setattr(interpreter, "_patch_lang", patched)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of FP16 one case of each test, of FP32 all: the rest takes minutes."""
-    seen = set()
+    """On a CPU, of FP16 one case of each test; of FP32 few that show all values of its parameters,
+    each with each: the rest takes minutes."""
+    fp16, fp32 = defaultdict(list), defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and "fp16" in callspec.id and "cpu" in callspec.id:
-            if (case := (item.path, item.originalname)) in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(case)
+        if callspec is None or {mark.name for mark in item.iter_markers()} & {"gpu", "slow"}:
+            continue
+        is_fp16 = "fp16" in callspec.id and "cpu" in callspec.id
+        (fp16 if is_fp16 else fp32)[item.path, item.originalname].append(item)
+    spare = [item for cases in fp16.values() for item in cases[1:]]
+    for item in chain(spare, *map(_without_new_pairs, fp32.values())):
+        item.add_marker(pytest.mark.slow)
+
+
+def _without_new_pairs(cases: list) -> list:
+    """Those cases of a test whose values, two by two, are all in the others."""
+    left = {
+        item: set(combinations(sorted((k, repr(v)) for k, v in item.callspec.params.items()), 2))
+        for item in cases
+    }
+    shown = set()
+    while left and all(pairs for pairs in left.values()):
+        best = max(left, key=lambda item: len(left[item] - shown))
+        if left[best] <= shown:
+            break
+        shown |= left.pop(best)
+    return [item for item, pairs in left.items() if pairs]

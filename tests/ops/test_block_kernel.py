@@ -104,6 +104,16 @@ def check(contexts, shape, place, *, rows, window, causal=False, fp8=False, fp32
     assert_near(out_THC, expected, dtype=dtype)
 
 
+@pytest.mark.parametrize("window", [32, None])
+def test_a_window_reads_as_many_keys_behind_any_context(window):
+    """Counted: a drafter with windows costs no more behind a long context."""
+    counts = {
+        len(layout_of([context], 8, window=window, causal=False, device="cpu").keys[0][0])
+        for context in (1024, 16_384, 131_072)
+    }
+    assert counts == {31 + 8} if window else len(counts) == 3
+
+
 @pytest.fixture(params=["parts", "apart", "whole"])
 def small_tiles(request, monkeypatch):
     """Short contexts then have several parts, with the block for itself or not, or but one."""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,23 +19,34 @@ MODULES = [
 ]
 
 
-@cache
-def compiled(module: str) -> list[dict]:
-    """What `ahead.py` tells of the kernels of a module."""
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Callable[[str], list[dict]]]:
+    """What `ahead.py` tells of the kernels of a module; one process for all of them, for it takes
+    as long to start as a module to compile."""
     # The interpreter that other tests run kernels in takes the compiler's place.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    run = subprocess.run(
-        [sys.executable, HERE / "ahead.py", module], env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    *results, count = map(json.loads, run.stdout.splitlines())
-    assert len(results) == count["jobs"] > 0
-    return results
+    command, ends = [sys.executable, HERE / "ahead.py"], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=ends, stdout=ends, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        @cache
+        def ask(module: str) -> list[dict]:
+            print(module, file=process.stdin, flush=True)
+            results = []
+            for told in map(json.loads, process.stdout):
+                if "jobs" in told:
+                    assert len(results) == told["jobs"] > 0
+                    return results
+                results.append(told)
+            raise AssertionError("it has ended; see its errors above")
+
+        yield ask
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(module):
+def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(compiled, module):
     results = compiled(module)
     errors = [f"{r['case']}, {r['capability']}: {r['error']}" for r in results if "error" in r]
     assert not errors, "\n".join(errors)
@@ -43,7 +55,7 @@ def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(modul
 
 
 @pytest.mark.parametrize(("size", "op"), [(2048, "add_rmsnorm"), (5120, "sandwich")])
-def test_squares_add_up_in_one_order_with_and_without_a_sum_over_ranks(size, op):
+def test_squares_add_up_in_one_order_with_and_without_a_sum_over_ranks(compiled, size, op):
     """So that both give the same bits."""
     every = [*compiled("test_norm_kernel"), *compiled("test_boundary_kernel")]
     every = [found for found in every if found["capability"] == 90]

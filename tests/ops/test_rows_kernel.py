@@ -1,7 +1,8 @@
 """Which drafts are kept, where rows stand and what a step leaves, against the references."""
 
 import inspect
-from dataclasses import dataclass, fields
+import itertools
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -139,6 +140,34 @@ def test_rows_lie_where_they_do_in_the_reference(shape, prompts, padding, device
     for count in {picks, picks + 70} - {0}:
         theirs = lay_rows.reference(*arguments, picks=count)
         assert_same(lay_rows.kernel(*arguments, picks=count), theirs)
+
+
+def test_every_mix_of_drafts_lies_in_a_graph_as_it_does_without(device):
+    """Three sequences with 0 to 7 drafts each; what a graph has beyond them goes nowhere."""
+    rows, padding = 32, 2
+    step = Step.random((3, 7, 2), device, seed=0)
+    asked, nobody = step.asked, torch.full((padding,), step.slots.nobody, device=device)
+    zeros = torch.zeros(padding, dtype=torch.int32, device=device)
+    ones_B = torch.ones_like(asked.bases_B)
+    for drafts in itertools.product(range(8), repeat=3):
+        kept_B = torch.tensor(drafts, device=device)
+        used = 3 + sum(drafts)
+        free_T = torch.full((rows,), -1, device=device)
+        alone = lay_rows(
+            free_T[:used], replace(asked, kept_B=kept_B, bases_B=ones_B), step.slots, picks=None
+        )
+        padded = Asked(
+            torch.cat((asked.rows_B, nobody.int())), torch.cat((ones_B, zeros + 1)),
+            torch.cat((kept_B, zeros.long())), torch.cat((asked.firsts_B, zeros)),
+            torch.cat((asked.samples_B, zeros)),
+        )  # fmt: skip
+        graph = lay_rows(free_T, padded, step.slots, picks=None)
+        assert torch.equal(graph.tokens_T[:used], alone.tokens_T)
+        assert torch.equal(graph.positions_T[:used], alone.positions_T)
+        assert torch.equal(graph.slots_GT[:, :used], alone.slots_GT)
+        assert (graph.slots_GT[:, used:] == -1).all() and (graph.seq_lens_B[3:] == 0).all()
+        assert torch.equal(graph.starts_B[:4], alone.starts_B)
+        assert torch.equal(graph.seq_lens_B[:3], alone.seq_lens_B)
 
 
 @pytest.mark.parametrize("kernel", [_rows_kernel, _blocks_kernel])

@@ -11,7 +11,7 @@ from limelight.models.flint import FlintConfig
 from limelight.models.layers import Placement
 from limelight.models.loader import build
 from limelight.parallel.mesh import Mesh
-from limelight.rl.lora import AdapterBank
+from limelight.rl.lora import AdapterBank, read_adapter
 
 RANK = 4
 LAYER = "base_model.model.model.layers.2.mlp.experts"
@@ -35,7 +35,7 @@ def bank(mesh=None, *, max_rank=8, **changes):
 
 def placed(adapters, folder, kind):
     """B A of each expert, [E, out, in], of gate_up_proj or down_proj, as the slot has it."""
-    adapters.read(1, str(folder))
+    adapters.held[1] = read_adapter(folder, adapters.room)
     adapters.place(1, 1)
     name = "gate_proj" if kind == "gate_up_proj" else kind
     matrix = adapters.room.sites[f"model.layers.2.mlp.experts.{name}"].matrix
@@ -92,7 +92,7 @@ def test_where_shapes_do_not_tell_the_version_does(tmp_path, version, swapped):
 def test_without_either_it_is_refused(tmp_path, version):
     write_adapter(tmp_path, {DOWN: flat(SIZE, SIZE)}, target_parameters=BOTH[:1], **version)
     with pytest.raises(ValueError, match="peft_version"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 def test_experts_one_by_one_and_stacked_are_the_same_adapter(tmp_path):
@@ -160,7 +160,7 @@ CONFIG_FAULTS = {
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path, name):
     write_adapter(tmp_path, attention(), **{name: CONFIG_FAULTS[name]})
     with pytest.raises(ValueError, match=rf"adapter_config\.json.*{name}"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 TENSOR_FAULTS = {
@@ -168,6 +168,7 @@ TENSOR_FAULTS = {
     "of the router": ("2.mlp.gate", ((4, SIZE), (EXPERTS, 4)), "router"),
     "of another shape": ("0.self_attn.q_proj", ((4, SIZE + 1), (64, 4)), r"expected F32 \[4, 48\]"),
     "of another rank": ("0.self_attn.q_proj", ((3, SIZE), (64, 3)), r"expected F32 \[4, 48\]"),
+    "of no dimensions": (DOWN, ((), ()), "two or three dimensions"),
     "of experts of another shape": (DOWN, flat(INNER, SIZE + 1), "are no adapter of rank 4"),
     "of an expert that is not there": (
         "2.mlp.experts.8.down_proj", ((4, INNER), (SIZE, 4)), "8 experts",
@@ -180,7 +181,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(tmp_path, name):
     path, shapes, text = TENSOR_FAULTS[name]
     write_adapter(tmp_path, {path: shapes}, target_parameters=BOTH[1:])
     with pytest.raises(ValueError, match=text) as error:
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
     assert path in str(error.value)
 
 
@@ -194,7 +195,7 @@ def test_no_tensor_is_passed_over(tmp_path, name):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     write_files(tmp_path, tensors | {name: torch.zeros(4)})
     with pytest.raises(ValueError, match=name):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 def test_half_a_pair_is_refused(tmp_path):
@@ -203,7 +204,7 @@ def test_half_a_pair_is_refused(tmp_path):
         {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 48)},
     )
     with pytest.raises(ValueError, match="other half"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 def test_the_same_weights_twice_are_refused(tmp_path):
@@ -212,13 +213,13 @@ def test_the_same_weights_twice_are_refused(tmp_path):
     }  # fmt: skip
     write_adapter(tmp_path, shapes, target_parameters=BOTH[1:])
     with pytest.raises(ValueError, match="same weights"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 def test_a_rank_above_the_room_is_refused_with_the_flag(tmp_path):
     write_adapter(tmp_path, attention(9), r=9)
     with pytest.raises(ValueError, match=r"rank 9 is above the 8 .*--max-lora-rank"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path):
@@ -227,4 +228,4 @@ def test_values_that_are_no_numbers_are_refused(tmp_path):
     next(iter(tensors.values()))[0, 0] = float("nan")
     write_files(tmp_path, tensors)
     with pytest.raises(ValueError, match="not finite"):
-        bank().read(1, str(tmp_path))
+        read_adapter(tmp_path, bank().room)

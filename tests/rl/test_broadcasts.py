@@ -67,3 +67,10 @@ def test_a_former_client_says_packed_with_each_update():
     receiver = Broadcasts(group, torch.device("cpu"), packed=False, buffer_bytes=2**20)
     list(receiver.receive(announce(4, 1, 2), {"packed": True}))
     assert group.sizes == [28]
+
+
+def test_what_packed_cannot_be_is_refused_before_anything_is_waited_for():
+    receiver = Broadcasts(Recording(), torch.device("cpu"), packed=False, buffer_bytes=2**20)
+    receiver.check(announce(4), {})
+    with pytest.raises(ValueError, match="packed must be true or false; got 'no'"):
+        receiver.check(announce(4), {"packed": "no"})

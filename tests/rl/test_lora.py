@@ -11,7 +11,7 @@ from limelight.models.layers import Placement
 from limelight.models.loader import load_model
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
-from limelight.rl.lora import AdapterBank
+from limelight.rl.lora import AdapterBank, read_adapter
 
 DENSE = ["gate_proj", "up_proj", "down_proj"]
 CONFIGS = {
@@ -39,7 +39,7 @@ def test_an_adapter_of_peft_gives_the_logits_of_peft(tmp_path, family, name):
     place = Placement(Mesh.single(), torch.float32, torch.device("cpu"), adapters=room)
     model = load_model(oracle.folder, place, progress=Progress(quiet=True))
     bank = AdapterBank(room)
-    bank.read(7, str(oracle.adapters["own"]))
+    bank.held[7] = read_adapter(oracle.adapters["own"], room)
     bank.place(7, 2)
     with_it, without = prompts(30, 20)
     room.step.of_rows_T = torch.tensor([2] * 30 + [0] * 20, dtype=torch.int32)
@@ -64,7 +64,7 @@ def test_merged_experts_are_the_weights_that_peft_computes_with(tmp_path, family
     base = {name: weight.clone() for name, weight in weights.items()}
     bank = AdapterBank(room)
     for number, name in enumerate(configs, 1):
-        bank.read(number, str(oracle.adapters[name]))
+        bank.held[number] = read_adapter(oracle.adapters[name], room)
     oracle.model.to(torch.bfloat16)
     for number in (1, 2, 1, 0):
         bank.place(number, 1)

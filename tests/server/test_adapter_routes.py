@@ -128,6 +128,7 @@ def test_a_name_is_taken_twice_only_in_place(served, folder):
 
 @pytest.mark.parametrize("name, status, param", [
     ("nowhere", 404, "lora_path"), ("broken", 400, "lora_path"),
+    ("n" * 5000, 404, "lora_path"), ("\0", 404, "lora_path"),
 ])  # fmt: skip
 def test_an_adapter_that_cannot_be_read_is_not_there(served, folder, name, status, param):
     api = served()

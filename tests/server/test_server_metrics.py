@@ -5,6 +5,8 @@ import re
 import pytest
 from server_fakes import FakeEngine, FakeForm, ids
 
+from limelight.orders import EngineState
+
 NAMES = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason",
     "vllm:kv_cache_usage_perc", "vllm:engine_sleep_state", "vllm:cache_config_info",
@@ -52,6 +54,22 @@ def test_every_name_is_there_with_the_model_s_name(make_api):
     assert [name for name in NAMES if name not in names] == []
     labelled = [sample for sample in found if sample.startswith("vllm:")]
     assert all('model_name="shown"' in sample and 'engine="0"' in sample for sample in labelled)
+
+
+@pytest.mark.parametrize(
+    "state, present",
+    [
+        ({}, "awake"),
+        ({"asleep": ["weights", "kv_cache"]}, "weights_offloaded"),
+        ({"asleep": ["weights"], "incomplete": "discarded"}, "discard_all"),
+        ({"incomplete": "an update failed"}, "awake"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_sleeps_does_not_say_that_it_is_awake(make_api, state, present):
+    api = make_api(FakeEngine(state=EngineState(**state)))
+    for name in ("awake", "weights_offloaded", "discard_all"):
+        assert value(api, "vllm:engine_sleep_state", sleep_state=name) == (name == present)
 
 
 def test_tokens_and_endings_are_counted(make_api):
