@@ -100,7 +100,7 @@ def _rehearsal(
     if experts is not None:
         seat = Seat(0, mesh.size, experts.rank // mesh.size, experts.size // mesh.size)
     return Rehearsal(
-        config, plan.num_blocks, 10 * major + minor, seat,
+        config, plan.num_blocks, 10 * major + minor, plan.total, seat,
         is_joined=mesh.group is not None, has_peers=mesh.peers is not None,
     )  # fmt: skip
 

@@ -45,11 +45,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A start to rehearse: of the rank in `seat`, on a GPU of this capability (90: 9.0)."""
+    """A start to rehearse: of the rank in `seat`, on a GPU of this capability (90: 9.0) and memory
+    (bytes)."""
 
     config: EngineConfig
     num_blocks: int
     capability: int
+    memory: int
     seat: Seat = field(default_factory=Seat)
     is_joined: bool = False  # its ranks exchange, else one is measured without the others
     has_peers: bool = False  # they reach each other's memory
@@ -58,7 +60,10 @@ class Rehearsal:
 def rehearse(asked: Rehearsal) -> tuple[list[Launch], str | None]:
     """What such a start launches, each kind once, and what ended the rehearsal too early."""
     fault = None
-    with absent_gpu(asked.capability) as tensors, recorded_launches() as launches:
+    with (
+        absent_gpu(asked.capability, memory=asked.memory) as tensors,
+        recorded_launches() as launches,
+    ):
         try:
             with _once(tensors):
                 _start(asked)

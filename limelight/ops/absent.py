@@ -118,8 +118,9 @@ class Nothing:
 
 
 @contextmanager
-def absent_gpu(capability: int) -> Iterator[AbsentTensors]:
-    """Within, `cuda` is a GPU of this capability (90: 9.0), on which nothing happens.
+def absent_gpu(capability: int, *, memory: int = PLENTY) -> Iterator[AbsentTensors]:
+    """Within, `cuda` is a GPU of this capability (90: 9.0) and memory (bytes, all of them free), on
+    which nothing happens.
 
     For a process of its own, or a test: what stands in for `torch.cuda` does so in all threads.
     """
@@ -130,7 +131,7 @@ def absent_gpu(capability: int) -> Iterator[AbsentTensors]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: divmod(capability, 10),
-        "mem_get_info": lambda device=None: (PLENTY, PLENTY),
+        "mem_get_info": lambda device=None: (memory, memory),
         "synchronize": lambda device=None: None,
     }
     with (

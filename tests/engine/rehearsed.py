@@ -25,7 +25,7 @@ def launched(folder: str, *, every_layer: bool = False):
     run_each_kind_once = rehearsal.run_each_kind_once
     run = (lambda model, groups: None) if every_layer else run_each_kind_once
     with replaced(rehearsal, {"run_each_kind_once": run}):
-        return rehearse(Rehearsal(config, 64, 90))
+        return rehearse(Rehearsal(config, 64, 90, 2**35))
 
 
 def main(folder: str, *names: str) -> None:

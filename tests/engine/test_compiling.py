@@ -123,15 +123,13 @@ def test_a_start_that_fails_meanwhile_leaves_no_compilers_behind(asked, tmp_path
 
 
 def test_starts_that_differ_in_what_kernels_depend_on_have_marks_of_their_own(flint):
-    config = EngineConfig(model=str(flint))
-    marks = {
-        mark_of(one)
-        for one in (
-            Rehearsal(config, 64, 90), Rehearsal(config, 65, 90), Rehearsal(config, 64, 100),
-            Rehearsal(EngineConfig(model=str(flint), max_num_seqs=3), 64, 90),
+    def mark(num_blocks=64, capability=90, **config):
+        return mark_of(
+            Rehearsal(EngineConfig(model=str(flint), **config), num_blocks, capability, 2**35)
         )
-    }  # fmt: skip
-    assert len(marks) == 4 and mark_of(Rehearsal(config, 64, 90)) in marks
+
+    marks = {mark(), mark(num_blocks=65), mark(capability=100), mark(max_num_seqs=3)}
+    assert len(marks) == 4 and mark() in marks
 
 
 @pytest.mark.parametrize(
