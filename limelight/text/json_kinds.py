@@ -284,15 +284,15 @@ def _object(reader: Lacking, schema: Schema, place: str) -> Schema:
             reader.lacks(keyword, place, "only objects without properties have it enforced")
     further = schema.get("additionalProperties", True)
     made: dict[str, Schema] = {}
-    for name in [*properties, *(name for name in required if name not in properties)]:
+    needed = dict.fromkeys(required)
+    for name in properties | needed:
         try:
             _check_name(reader, name)
             made[name] = reader.read(properties.get(name, further), f"{place}.{name}")
         except Nothing:
-            if name in required:
+            if name in needed:
                 raise
-    object_: Schema = {"type": "object", "properties": made}
-    object_["required"] = list(dict.fromkeys(required))
+    object_: Schema = {"type": "object", "properties": made, "required": list(needed)}
     object_["additionalProperties"] = False
     if "additionalProperties" in schema and further is not False:
         with suppress(Nothing):

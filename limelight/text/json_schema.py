@@ -3,8 +3,9 @@
 Enforced: types, enum and const, properties, required, additionalProperties, items, prefixItems, the
 bounds of numbers, lengths of texts and arrays, numbers of properties where no others are allowed,
 pattern, the formats of `regex.FORMATS`, local $ref (recursive ones too), anyOf, allOf whose parts
-can be joined, and oneOf whose branches exclude each other. Without additionalProperties an object
-has no others than its properties, if it names some; properties come in the order of the schema.
+can be joined, and oneOf whose branches, 256 at most, exclude each other. Without
+additionalProperties an object has no others than its properties, if it names some; properties come
+in the order of the schema.
 Texts with a pattern, a format or a short length are written without escapes, and so are keys that
 are none of an object's properties.
 
@@ -17,17 +18,18 @@ Annotations (title, description, default, ...) and keywords that JSON Schema doe
 passed over. What no value can fulfil is an error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from limelight.text.glm_casting import ALIASES, TYPE_OF
 from limelight.text.json_kinds import KINDS, Nothing, kinds_of, listed_that_fit
 from limelight.text.regex import Ranges
-from limelight.text.schema import Contradiction, Schema, bare, joined, referred, same
+from limelight.text.schema import Contradiction, Schema, bare, identity, joined, referred, same
 from limelight.types import RequestError
 
 MAX_DEPTH = 64
 MAX_SIZE = 1_000_000  # characters of its JSON
 MAX_SCHEMAS = 5_000  # that are made of it; references may multiply them
+MAX_COMPARED = 256  # branches of oneOf, each with each
 UNHELD = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -281,6 +283,8 @@ class _Reader:
         seen: list[Schema] = []
         for branch in branches:
             options = self.options(branch)
+            if len(seen) + len(options) > MAX_COMPARED:
+                return False
             if any(not _differ(one, other) for one in options for other in seen):
                 return False
             seen += options
@@ -340,7 +344,7 @@ def _differ(one: Schema, other: Schema) -> bool:
     """Whether two schemas of single types have no value in common."""
     first, second = _values(one), _values(other)
     if first is not None and second is not None:
-        return not any(same(a, b) for a in first for b in second)
+        return {identity(value) for value in first}.isdisjoint(map(identity, second))
     kinds, others = _types_of(one), _types_of(other)
     if not kinds or not others:
         return False
@@ -382,11 +386,13 @@ def _required(schema: Schema) -> list[str]:
 
 def either(branches: list[Schema], place: str) -> Schema:
     """Any of the branches; those of other choices become its own."""
-    flat: list[Schema] = []
+    found: dict[Hashable, Schema] = {}
     for branch in branches:
         inner = branch.get("anyOf", [branch])
         assert isinstance(inner, list)
-        flat += [one for one in inner if one not in flat]
+        for one in inner:
+            found.setdefault(identity(one), one)
+    flat = list(found.values())
     if {} in flat:
         return {}
     return flat[0] if len(flat) == 1 else {"anyOf": flat}

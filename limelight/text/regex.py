@@ -104,12 +104,21 @@ def class_of(ranges: Ranges) -> str:
 
 
 def subtracted(ranges: Ranges, banned: Ranges) -> Ranges:
-    """`ranges` without `banned`."""
-    for first, last in banned:
-        left = [(low, min(high, first - 1)) for low, high in ranges]
-        right = [(max(low, last + 1), high) for low, high in ranges]
-        ranges = sorted({(low, high) for low, high in left + right if low <= high})
-    return ranges
+    """`ranges`, none of which overlap, without `banned`."""
+    banned, at = sorted(banned), 0
+    left: Ranges = []
+    for low, high in sorted(ranges):
+        while at < len(banned) and banned[at][0] <= high:
+            first, last = banned[at]
+            if low < first:
+                left.append((low, first - 1))
+            low = max(low, last + 1)
+            if last > high:
+                break  # it reaches into the next range
+            at += 1
+        if low <= high:
+            left.append((low, high))
+    return left
 
 
 def with_length(written: str, low: int, high: int | None) -> str | None:

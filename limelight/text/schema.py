@@ -1,6 +1,6 @@
 """How the parts of a JSON schema lead to each other, and what two schemas are together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from urllib.parse import unquote
 
 UNIONS = ("anyOf", "oneOf", "allOf")
@@ -99,9 +99,9 @@ def _joined_keyword(key: str, first: object, second: object) -> object:
     if key == "type":
         return _joined_types(_list(first), _list(second))
     if key == "enum" and isinstance(first, list) and isinstance(second, list):
-        return [value for value in first if any(same(value, other) for other in second)]
+        return _common(first, second)
     if key == "required" and isinstance(first, list) and isinstance(second, list):
-        return [*first, *(name for name in second if name not in first)]
+        return [*first, *second]
     if key == "properties" and isinstance(first, dict) and isinstance(second, dict):
         both = {name: joined(first[name], second[name]) for name in first if name in second}
         return first | second | both
@@ -110,9 +110,15 @@ def _joined_keyword(key: str, first: object, second: object) -> object:
     raise Contradiction(key)
 
 
+def _common(first: list[object], second: list[object]) -> list[object]:
+    """Those of the first values that are among the second."""
+    known = {identity(value) for value in second}
+    return [value for value in first if identity(value) in known]
+
+
 def _joined_types(first: list[object], second: list[object]) -> list[object]:
     """`integer` is a part of `number`."""
-    kept = [name for name in first if name in second]
+    kept = _common(first, second)
     for one, other in ((first, second), (second, first)):
         if "integer" in one and "number" in other and "integer" not in kept:
             kept.append("integer")
@@ -168,15 +174,21 @@ def _finite(schema: Schema) -> Schema:
     return {**schema, **low, **high}
 
 
+def identity(value: object) -> Hashable:
+    """What is equal of two values of JSON if, and only if, they are one; true is not 1."""
+    match value:
+        case bool():
+            return ("boolean", value)
+        case list():
+            return ("array", *map(identity, value))
+        case dict():
+            return ("object", frozenset((key, identity(one)) for key, one in value.items()))
+    return value
+
+
 def same(first: object, second: object) -> bool:
-    """Whether two values of JSON are one; true is not 1."""
-    if isinstance(first, bool) or isinstance(second, bool):
-        return first is second
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    return first == second
+    """Whether two values of JSON are one."""
+    return identity(first) == identity(second)
 
 
 def _is_number(value: object) -> bool:

@@ -170,6 +170,10 @@ HOSTILE = [
     nested(70), nested(20_000), wide(30), {"enum": ["x" * 2_000_000]},
     of("object", properties={f"k{i}": {"anyOf": [INTEGER] * 50} for i in range(3_000)}),
     of("string", pattern="(" * 5_000 + ")" * 5_000), of("string", pattern="a{9999}" * 2_000),
+    of("string", pattern=f"[{''.join(chr(0x4E00 + 2 * i) for i in range(9_000))}](?=a)"),
+    {"allOf": [{"enum": [*range(50_000)]}, {"enum": [*range(50_000, 100_000)]}]},
+    {"allOf": [{"type": [f"{one}{i}" for i in range(50_000)]} for one in "ab"]},
+    {"oneOf": [of("object", properties={"k": {"const": i}}, required=["k"]) for i in range(4_000)]},
 ]  # fmt: skip
 
 
