@@ -1,9 +1,12 @@
 """NVFP4 weights: their decoding against the format's tables, in the interpreter and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ahead import Case, meta
-from near import PLACES
+from fp4s import decoded, random_fp4
+from near import PLACES, assert_near
 
 from limelight.ops.fp4 import FP4, VALUES, multiply_reference, product, unpack
 
@@ -59,3 +62,16 @@ def test_scales_and_codes_lie_where_the_format_says():
     assert weight.shape == (1, 16)
     expected = torch.tensor([[*VALUES, *(-value for value in VALUES)]]) * 0.5
     assert torch.equal(multiply_reference(torch.eye(16), weight), expected.T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 40, 129, 500], ids="T{}".format)
+def test_a_weight_that_is_kept_unpacked_gives_the_same_products(rows):
+    place = torch.device("cuda"), torch.bfloat16
+    generator = torch.Generator(place[0]).manual_seed(rows)
+    weight = random_fp4(5120, 2048, generator=generator, device="cuda", spread=1.0)
+    x_TK = torch.randn(rows, 2048, generator=generator, device="cuda").bfloat16()
+    kept = replace(weight, values=unpack(weight.codes, weight.scales, dtype=torch.bfloat16))
+    expected_TN = x_TK.double() @ decoded(weight).T
+    for one in (weight, kept):
+        assert_near(product(x_TK, one), expected_TN, dtype=torch.bfloat16)
