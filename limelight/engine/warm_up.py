@@ -76,14 +76,16 @@ def _warm_logprobs(runner: ModelRunner, plan: MemoryPlan, longest: int) -> None:
 def _warm_drafts(
     runner: ModelRunner, drafter: FoundDrafter, plan: MemoryPlan, longest: int
 ) -> None:
-    """Steps with as many drafts as there can be, greedy and drawn, alone and beside a prompt."""
+    """Steps with as many drafts as there can be, greedy and drawn, alone and beside a prompt; with
+    rules that have to be asked and without."""
     drafts, length = drafter.num_drafts, longest + 1
     if length + plan.ahead > plan.max_model_len:
         return
     tables = pretended.tables(plan, length)
     most = max(1, min(plan.max_num_seqs, plan.chunk // (1 + drafts)))
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature)
+    ways = product((1.0, 1.1), ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)))
+    for penalty, (temperature, top_p) in ways:
+        params = SamplingParams(temperature=temperature, top_p=top_p, repetition_penalty=penalty)
         admissions = pretended.admit(plan.max_num_seqs, length, params)
         for count in sorted({1, most}):
             grants = [Grant(i, length, 1 + drafts, tables, True, drafts) for i in range(count)]

@@ -80,7 +80,7 @@ class DraftedSteps:
     ):
         self.adapters = adapters
         self.model, self.drafter, self.sampler = model, drafter, sampler
-        self.verifier = Verifier(sampler)
+        self.verifier = Verifier(sampler, drafter.num_drafts)
         self.storage, self.tables = drafter.storage, drafter.tables
         self.device = self.storage.pool.device
         most = max(max_num_batched_tokens, max_num_seqs)

@@ -47,8 +47,9 @@ def offers_of(
 class Verifier:
     """Judges the drafts of a step where a rule has to be asked."""
 
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
+    def __init__(self, sampler: Sampler, num_drafts: int):
+        """No sequence has more drafts."""
+        self.sampler, self.num_drafts = sampler, num_drafts
 
     def judge(
         self,
@@ -126,21 +127,19 @@ class Verifier:
         odds_BN: torch.Tensor | None,
     ) -> Verified:
         rules = [self.sampler.rules[offer.slot] for offer in offers]
-        most = max(len(offer.drafts) for offer in offers)
+        # As many places whatever was kept: kernels are compiled for their number.
+        most = self.num_drafts
         drafts = [ids + [NOTHING] * (most - len(ids)) for ids in judged]
         starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
         drafts_BN = self._integers(drafts).view(len(offers), most)
         if odds_BN is not None:
             return verify_by_odds(
-                logits_RV, starts_B, drafts_BN, odds_BN[:, :most],
+                logits_RV, starts_B, drafts_BN, odds_BN,
                 self._integers([rule.request.seed for rule in rules]),
                 self._integers([offer.position for offer in offers]),
             )  # fmt: skip
         if all(rule.greedy for rule in rules):
             return verify_greedy(logits_RV, starts_B, drafts_BN)
-        if proposals is not None:
-            kept = (x[:, :most].contiguous() for x in (proposals.ids_BNK, proposals.scores_BNK))
-            proposals = Proposals(*kept)
         params = [rule.request.params for rule in rules]
         return verify_by(
             proposals, logits_RV, starts_B, drafts_BN,

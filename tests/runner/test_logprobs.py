@@ -112,7 +112,7 @@ def test_a_verified_token_has_the_numbers_that_it_has_without_drafts(mode):
     tokens = [step.token_ids[0] for step in steps]
     drafted = sampler(mode)
     drafted.admit(0, request, [4])
-    run = Verifier(drafted).judge(rows, [Offer(0, 0, tokens[:3], 5)], None)[0]
+    run = Verifier(drafted, 3).judge(rows, [Offer(0, 0, tokens[:3], 5)], None)[0]
     assert run.token_ids == tokens
     expected = [step.logprobs[0] for step in steps]
     for got, want in zip(run.logprobs, expected, strict=True):
@@ -141,6 +141,6 @@ def test_a_verified_row_that_is_not_finite_ends_its_request_alone(logits):
     best = int(logits.argmax())
     rows = logits.repeat(4, 1)
     rows[1, best] = math.inf
-    runs = Verifier(one).judge(rows, [Offer(0, 0, [best], 5), Offer(1, 2, [best], 5)], None)
+    runs = Verifier(one, 4).judge(rows, [Offer(0, 0, [best], 5), Offer(1, 2, [best], 5)], None)
     assert "not a finite number" in runs[0].error and runs[0].token_ids == [best]
     assert runs[1].error is None and len(runs[1].logprobs) == 2

@@ -40,7 +40,7 @@ def test_a_drawn_draft_that_is_forbidden_leaves_the_distribution_alone():
         sampler.rules[b].guide = LastForbidden()
         offers.append(Offer(b, 2 * b, [draft], 5))
     proposals = Proposals(torch.arange(3).repeat(count, 1, 1), q_V.log().repeat(count, 1, 1))
-    runs = Verifier(sampler).judge(p_V.log().repeat(2 * count, 1), offers, proposals)
+    runs = Verifier(sampler, 1).judge(p_V.log().repeat(2 * count, 1), offers, proposals)
     first = torch.tensor([runs[b].token_ids[0] for b in range(count)])
     counts = torch.bincount(first, minlength=3)
     expected = count * p_V[:2]
