@@ -6,8 +6,8 @@ tensor is kept for each row, so that matrices with different ones can lie in one
 six significant bits: it is exact in BF16 and in FP16. The row's scale is applied in FP32 to the
 sum of a product, never to a weight.
 
-`product` multiplies up to FUSED_ROWS rows with weights that it decodes in registers; for more, and
-of a weight that is kept unpacked for any number, torch multiplies unpacked ones.
+`product` multiplies up to FUSED_ROWS rows (FUSED_ROWS_KEPT of a weight that is kept unpacked) with
+weights that it decodes in registers; for more, torch multiplies unpacked ones.
 """
 
 from dataclasses import dataclass
@@ -531,6 +531,7 @@ SPAN = 256
 # bits are 0.56, and decoding costs about as much as reading: up to three blocks of 128 rows do it
 # for less.
 FUSED_ROWS = 384
+FUSED_ROWS_KEPT = 16  # where the weight is kept unpacked
 # Rows of x and of the weight, warps and stages of a program; by the most rows of x.
 BLOCKS = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 3), 2**31: (128, 128, 8, 2)}
 # Programs that a device should have for its memory to be busy; and the most parts of the columns.
@@ -558,8 +559,8 @@ def product(
     outputs = len(weight) if fp32 is None else len(weight) // 2
     y_TN = torch.empty(len(x_TF), outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     if len(x_TF):
-        decodes = len(x_TF) <= FUSED_ROWS and weight.values is None
-        (_decoding if decodes else _unpacking)(x_TF, weight, y_TN, fp32)
+        most = FUSED_ROWS if weight.values is None else FUSED_ROWS_KEPT
+        (_decoding if len(x_TF) <= most else _unpacking)(x_TF, weight, y_TN, fp32)
     return y_TN
 
 
