@@ -21,8 +21,8 @@ def packed_projections(model: nn.Module) -> Iterator[ColumnParallelLinear | RowP
     inner = {one for mlp in model.modules() if isinstance(mlp, SwiGLU) for one in mlp.modules()}
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module not in inner:
-            weight = without_adapters(module.weight)
-            if isinstance(weight, FP4):
+            held = module.weight
+            if isinstance(held.base if isinstance(held, Adapted) else held, FP4):
                 yield module
 
 

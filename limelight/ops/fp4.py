@@ -75,7 +75,6 @@ class FP4:
         assert all(tensor.is_contiguous() for tensor in self.tensors)
 
 
-# What most kernels take.
 PlainOrFP4 = torch.Tensor | FP4
 
 
