@@ -76,8 +76,16 @@ def trainer_of(name: str, url: str, sums: Sums, args: argparse.Namespace) -> GRP
     )  # fmt: skip
     return GRPOTrainer(
         model, right, args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=sums.tokenizer,
+        processing_class=sums.tokenizer, peft_config=adapters(args.lora) if args.lora else None,
     )  # fmt: skip
+
+
+def adapters(rank: int):
+    """Of attention; TRL adds them to the weights that it sends."""
+    from peft import LoraConfig
+
+    linear = "q_proj k_proj v_proj o_proj".split()
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=linear)
 
 
 def score(url: str, sums: Sums, args: argparse.Namespace) -> float:
@@ -117,6 +125,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("model", help="a checkpoint of Flint or Beam, or a bundled model")
     parser.add_argument("--out", type=Path, default=Path("grpo"))
     parser.add_argument("--device", default="cpu", help="cuda: the server has the second GPU")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="0: train all weights")
     for name, default in DEFAULTS.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     return parser

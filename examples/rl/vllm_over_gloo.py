@@ -38,8 +38,16 @@ def broadcast(
     post_iter_func: Callable[[tuple[str, torch.Tensor]], torch.Tensor],
     buffer_size_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES, num_buffers: int = 1,
 ) -> None:  # fmt: skip
-    """Send tensors, cut by vLLM's own function."""
-    while chunk := pack_tensors(iterator, post_iter_func, buffer_size_bytes):
+    """Send tensors, cut by vLLM's own function.
+
+    Each is copied as it comes: behind the last one TRL takes adapters out of the weights again,
+    before vLLM has read what lies in its last piece.
+    """
+
+    def copied(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+        return post_iter_func(item).clone()
+
+    while chunk := pack_tensors(iterator, copied, buffer_size_bytes):
         group.gloo.broadcast(chunk.packed_tensor)
 
 

@@ -261,16 +261,22 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(drive, tmp_path):
 
     async def adapters(client):
         base = await client.generate(batch, model=MODEL)
-        told = [base["response_logprobs"]]
+        told, traffic = [base["response_logprobs"]], []
         for seed in ("1", "2"):
             await client.load_lora_adapter("skyrl-lora", str(tmp_path / seed))
             answer = await client.generate(batch | {"cache_salt": seed}, model="skyrl-lora")
             told.append(answer["response_logprobs"])
+            # The second adapter takes the place of the first while these run.
+            traffic.append(asyncio.create_task(client.generate(long, model="skyrl-lora")))
+            await asyncio.sleep(0.1)
+        for answer in await asyncio.gather(*traffic):
+            assert [len(ids) for ids in answer["response_ids"]] == [100] * len(PROMPTS)
         await client.unload_lora_adapter("skyrl-lora")
         with pytest.raises(remote.aiohttp.ClientResponseError, match="skyrl-lora"):
             await client.generate(batch, model="skyrl-lora")
         return told
 
     batch = {"prompt_token_ids": PROMPTS[:2], "sampling_params": GREEDY | {"logprobs": 1}}
+    long = {"prompt_token_ids": PROMPTS, "sampling_params": GREEDY | {"max_tokens": 100}}
     told = drive(adapters, uses_lora_weight_sync=True)
     assert all(one != other for one, other in pairwise(told))

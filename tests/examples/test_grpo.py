@@ -13,6 +13,16 @@ STEPS = 2
 SMALL = f"--steps {STEPS} --groups 2 --samples 4 --held-out 4 --lr 1e-3".split()
 
 
+def test_after_each_step_with_adapters_the_server_has_them_within_its_weights(tmp_path):
+    pytest.importorskip("peft")
+    from grpo import main
+
+    main(["beam-nano", *SMALL, "--steps", "3", "--lora", "8", "--out", str(tmp_path)])
+    told = json.loads((tmp_path / "log.json").read_text())
+    assert 0 < told["tensors_changed"] < told["tensors"]
+    assert len(told["rows"]) == 3 and all(row["abs_diff"] < 1e-4 for row in told["rows"])
+
+
 def test_after_each_step_the_server_has_the_weights_of_trls_trainer(tmp_path):
     from grpo import arguments, train
     from rollouts import Sums, generate, serving, transfer_flags
@@ -39,7 +49,7 @@ def test_after_each_step_the_server_has_the_weights_of_trls_trainer(tmp_path):
 def test_one_command_leaves_a_log(tmp_path, capsys):
     from grpo import main
 
-    main(["beam-nano", *SMALL, "--steps", "1", "--out", str(tmp_path)])
+    main(["flint-nano", *SMALL, "--steps", "1", "--out", str(tmp_path)])
     told = json.loads((tmp_path / "log.json").read_text())
     assert told["tensors_changed"] and told["rows"][0]["abs_diff"] < 1e-4
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["score_after"] is not None

@@ -85,6 +85,25 @@ def test_drafts_beside_adapters_give_the_likeliest_tokens(name, tmp_path):
     assert served.stats().speculation.accepted > 0
 
 
+@pytest.mark.parametrize("name", ["flint-nano", "beam-nano"])
+def test_where_batches_must_not_matter_adapters_change_no_bit(name, tmp_path):
+    folders = [write_whole(tmp_path / f"{seed}", name, seed=seed) for seed in (1, 2)]
+    settings = {
+        "batch_invariant": True, "merge_lora_experts": True, "logprobs_mode": "raw_logits",
+        "speculative_config": NO_DRAFTS,
+    }  # fmt: skip
+    cases = [asked(p, i % 3, max_tokens=20) for i, p in enumerate(prompts(5, 40, 130, 30, 9, 70))]
+    answers = []
+    for how in ({"max_num_seqs": 1, "enable_prefix_caching": False}, {"max_num_seqs": 8}):
+        served = engine(name, max_num_batched_tokens=64, **settings, **how)
+        load(served, folders)
+        apart = [[one] for one in cases] if how["max_num_seqs"] == 1 else [cases]
+        answers.append([answer for part in apart for answer in run(served, part)])
+        served.close()
+    for alone, together in zip(*answers, strict=True):
+        assert (alone.token_ids, alone.logprobs) == (together.token_ids, together.logprobs)
+
+
 def fold(model, folder):
     """The model of transformers with an adapter within its weights."""
     config = json.loads((folder / "adapter_config.json").read_text())
