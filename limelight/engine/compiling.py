@@ -118,7 +118,8 @@ def mark_of(asked: "Rehearsal") -> Path:
 
 def follow(words: IO[bytes], progress: Progress, mark: Path) -> None:
     """Show what is compiled until all is, and leave the mark; or tell why not all is."""
-    first = words.readline()
+    with progress.phase("finding kernels", 1):
+        first = words.readline()
     if not first:
         logger.warning("kernels are compiled when they are met: the process for them has ended")
         return

@@ -59,7 +59,8 @@ class Shares(Progress):
 def test_the_progress_of_compilers_is_shown_and_a_mark_is_left_once_all_is_there(tmp_path):
     progress, mark = Shares(), tmp_path / "mark"
     follow(words(Word(total=2), Word(done=1), Word(done=1)), progress, mark)
-    assert progress.told == [("compiling kernels", share) for share in (0.0, 0.5, 1.0, 1.0)]
+    shares = [share for phase, share in progress.told if phase == "compiling kernels"]
+    assert shares == [0.0, 0.5, 1.0, 1.0]
     assert mark.exists()
 
 
