@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from limelight.config import EngineConfig
 from limelight.engine import compiling
 from limelight.engine.compiling import Word, follow, mark_of
-from limelight.engine.rehearsal import Rehearsal
+from limelight.engine.rehearsal import Rehearsal, rehearse
 from limelight.engine.startup import plan_memory, resolve
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
@@ -86,11 +87,13 @@ def asked(flint, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = EngineConfig(model=str(flint), device="cpu")
-    plan = plan_memory(config, resolve(config))
+    found = resolve(config)
+    plan = plan_memory(config, found)
 
     def prepare(says):
         monkeypatch.setattr(compiling, "PROGRAM", (sys.executable, "-c", says))
-        return compiling.compiling(config, plan, Mesh(), torch.device("cuda"))
+        on_gpu = replace(found, device=torch.device("cuda"))
+        return compiling.compiling(config, on_gpu, plan, Mesh())
 
     return prepare
 
@@ -125,13 +128,23 @@ def test_a_start_that_fails_meanwhile_leaves_no_compilers_behind(asked, tmp_path
 
 
 def test_starts_that_differ_in_what_kernels_depend_on_have_marks_of_their_own(flint):
-    def mark(num_blocks=64, capability=90, **config):
-        return mark_of(
-            Rehearsal(EngineConfig(model=str(flint), **config), num_blocks, capability, 2**35)
-        )
+    def mark(num_blocks=64, capability=90, identity=b"flint", model=str(flint), **config):
+        config = EngineConfig(model=model, **config)
+        return mark_of(Rehearsal(config, num_blocks, capability, 2**35), identity)
 
-    marks = {mark(), mark(num_blocks=65), mark(capability=100), mark(max_num_seqs=3)}
-    assert len(marks) == 4 and mark() in marks
+    marks = [
+        mark(), mark(num_blocks=65), mark(capability=100), mark(max_num_seqs=3),
+        mark(identity=b"beam"), mark(speculative_config={"model": "here"}),
+    ]  # fmt: skip
+    assert len(set(marks)) == len(marks)
+    # Where files lie makes no difference.
+    assert mark(model="flint-nano") == marks[0]
+    assert mark(speculative_config={"model": "there"}) == marks[-1]
+
+
+def test_a_rehearsal_that_fails_tells_why(tmp_path):
+    launches, fault = rehearse(Rehearsal(EngineConfig(model=str(tmp_path)), 64, 90, 2**35))
+    assert launches == [] and fault.startswith("ValueError") and str(tmp_path) in fault
 
 
 @pytest.mark.parametrize(
