@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 CACHE = "TRITON_CACHE_DIR"
 # What the names of phases begin with, and the columns that they are summed in.
 COLUMNS = {
-    "loading": "weights_s", "making": "weights_s", "compiling": "compiling_s",
-    "warming": "warm_up_s", "capturing": "graphs_s", "timing": "timing_s",
+    "loading": "weights_s", "making": "weights_s", "finding": "compiling_s",
+    "compiling": "compiling_s", "warming": "warm_up_s", "capturing": "graphs_s",
+    "timing": "timing_s",
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from limelight.progress import Progress
 
 if TYPE_CHECKING:
     from limelight.engine.rehearsal import Rehearsal
+    from limelight.engine.startup import Resolved
     from limelight.ops.absent import Launch
 
 logger = logging.getLogger(__name__)
@@ -51,20 +52,22 @@ class Word:
 @contextmanager
 def compiling(
     config: EngineConfig,
+    found: "Resolved",
     plan: MemoryPlan,
     mesh: Mesh,
-    device: torch.device,
     experts: ExpertMesh | None = None,
 ) -> Iterator[Callable[[Progress], None]]:
     """Within, kernels are compiled beside whatever else is done; yields what waits for them.
 
     Rank 0 has them compiled for all ranks. There are none on a CPU.
     """
-    if device.type != "cuda" or mesh.rank > 0:
+    if found.device.type != "cuda" or mesh.rank > 0:
         yield lambda progress: None
         return
-    asked = _rehearsal(config, plan, mesh, device, experts)
-    if (mark := mark_of(asked)).exists():
+    asked = _rehearsal(config, plan, mesh, found.device, experts)
+    # Random weights are of the kinds that the config declares, which the identity does not have.
+    identity = found.identity + repr(plan.kinds).encode()
+    if (mark := mark_of(asked, identity)).exists():
         yield lambda progress: logger.debug("kernels were compiled by a start before this one")
         return
     process = subprocess.Popen(
@@ -105,20 +108,26 @@ def _rehearsal(
     )  # fmt: skip
 
 
-def mark_of(asked: "Rehearsal") -> Path:
-    """An empty file beside the kernels of such a start, once all are there."""
+def mark_of(asked: "Rehearsal", identity: bytes) -> Path:
+    """An empty file beside the kernels of such a start, once all are there; `identity` is that of
+    what was found, wherever it lies."""
     import triton
 
-    found = hashlib.sha256(msgspec.json.encode(asked))
-    found.update(f"{triton.__version__} {torch.__version__} {sys.version}".encode())
+    about = msgspec.to_builtins(asked)
+    for name in ("model", "revision", "hf_config_path", "seed"):
+        del about["config"][name]
+    (about["config"]["speculative_config"] or {}).pop("model", None)
+    hashed = hashlib.sha256(identity + msgspec.json.encode(about))
+    hashed.update(f"{triton.__version__} {torch.__version__} {sys.version}".encode())
     for file in sorted(PACKAGE.rglob("*.py")):
-        found.update(file.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"limelight-{found.hexdigest()[:32]}"
+        hashed.update(file.read_bytes())
+    return Path(triton.knobs.cache.dir) / f"limelight-{hashed.hexdigest()[:32]}"
 
 
 def follow(words: IO[bytes], progress: Progress, mark: Path) -> None:
     """Show what is compiled until all is, and leave the mark; or tell why not all is."""
-    first = words.readline()
+    with progress.phase("finding kernels", 1):
+        first = words.readline()
     if not first:
         logger.warning("kernels are compiled when they are met: the process for them has ended")
         return

@@ -282,7 +282,7 @@ def start_runner(
         cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // mesh.size))
     place = Placement(mesh, found.dtype, device, experts=experts)
-    with compiling(config, plan, mesh, device, experts) as wait:
+    with compiling(config, found, plan, mesh, experts) as wait:
         loaded = load_models(config, found, place, progress)
         wait(progress)
     compiled()

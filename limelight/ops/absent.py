@@ -165,7 +165,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
-    known: set[tuple[object, int, str]] = set()
+    # By their ids, for the hash of a kernel is made of its key; see `settle_keys` in `ahead.py`.
+    known: set[tuple[int, int, str]] = set()
 
     def note(kernel: Any, *args: object, grid: Any, warmup: bool, **options: object) -> None:
         device = driver.active.get_current_device()
@@ -173,8 +174,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
             *_, binder = kernel.device_caches[device]
             _, specialization, rest = binder(*args, **options)
         launch = Launch(kernel, device, f"{specialization} {rest}", grid, args, options)
-        if (kernel, device, launch.key) not in known:
-            known.add((kernel, device, launch.key))
+        if (id(kernel), device, launch.key) not in known:
+            known.add((id(kernel), device, launch.key))
             launches.append(launch)
 
     with replaced(JITFunction, {"run": note}):

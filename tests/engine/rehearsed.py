@@ -1,10 +1,11 @@
-"""Rehearses a start and compiles some of its kernels: a program, for kernels that other tests run
-in Triton's interpreter cannot be compiled in the same process.
+"""Rehearses a start: a program, for kernels that other tests run in Triton's interpreter cannot be
+compiled in the same process.
 
-    python rehearsed.py FOLDER [NAME ...]
+    python rehearsed.py ahead|start FOLDER [NAME ...]
 
-prints JSON: the fault, the launches of all layers and of each kind of layer, how many of them are
-of the kernels NAME, and which of these are compiled here after others were to do it.
+As `ahead` it has the kernels NAME compiled by others, as they are before a start; as `start` it
+compiles them itself, of a rehearsal in which each layer runs. Prints JSON: the fault, all launches,
+how many of them are of these kernels, and which of these had to be compiled here.
 """
 
 import json
@@ -14,33 +15,30 @@ from limelight.config import EngineConfig
 from limelight.engine import rehearsal
 from limelight.engine.rehearsal import Rehearsal, rehearse
 from limelight.ops.absent import replaced
-from limelight.ops.ahead import compilations, compile_all, compile_launch
+from limelight.ops.ahead import compilations, compile_all, compile_launch, settle_keys
 
 
-def launched(folder: str, *, every_layer: bool = False):
+def main(role: str, folder: str, *names: str) -> None:
     config = EngineConfig(
         model=folder, device="cuda", dtype="bfloat16", max_num_seqs=3, max_num_batched_tokens=40,
         kv_cache_memory_bytes=2**20,
     )  # fmt: skip
-    run_each_kind_once = rehearsal.run_each_kind_once
-    run = (lambda model, groups: None) if every_layer else run_each_kind_once
-    with replaced(rehearsal, {"run_each_kind_once": run}):
-        return rehearse(Rehearsal(config, 64, 90, 2**35))
-
-
-def main(folder: str, *names: str) -> None:
-    all_of, _ = launched(folder, every_layer=True)
-    before, fault = launched(folder)
-    chosen = [launch for launch in before if launch.kernel.__name__ in names]
-    compile_all(chosen, compile_launch, 2)
-    again, _ = launched(folder)
+    asked = Rehearsal(config, 64, 90, 2**35)
+    if role == "ahead":
+        launches, fault = rehearse(asked)
+    else:
+        settle_keys()
+        with replaced(rehearsal, {"run_each_kind_once": lambda model, groups: None}):
+            launches, fault = rehearse(asked)
+    chosen = [launch for launch in launches if launch.kernel.__name__ in names]
     with compilations() as here:
-        for launch in again:
-            if launch.kernel.__name__ in names:
+        if role == "ahead":
+            compile_all(chosen, compile_launch, 2)
+        else:
+            for launch in reversed(chosen):
                 compile_launch(launch)
-    keys = [[f"{one.kernel.__name__} {one.key}" for one in some] for some in (all_of, before)]
-    print(json.dumps({"fault": fault, "every": keys[0], "kinds": keys[1],
-                      "chosen": len(chosen), "here": here}))  # fmt: skip
+    keys = [f"{launch.kernel.__name__} {launch.key}" for launch in launches]
+    print(json.dumps({"fault": fault, "launches": keys, "chosen": len(chosen), "here": here}))
 
 
 if __name__ == "__main__":

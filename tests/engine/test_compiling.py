@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from limelight.config import EngineConfig
 from limelight.engine import compiling
 from limelight.engine.compiling import Word, follow, mark_of
-from limelight.engine.rehearsal import Rehearsal
+from limelight.engine.rehearsal import Rehearsal, rehearse
 from limelight.engine.startup import plan_memory, resolve
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
@@ -24,11 +25,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-def rehearsed(folder, cache, *names):
+def rehearsed(role, folder, cache, *names):
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, HERE / "rehearsed.py", folder, *names],
+        [sys.executable, HERE / "rehearsed.py", role, folder, *names],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -36,11 +37,12 @@ def rehearsed(folder, cache, *names):
 
 
 def test_what_a_rehearsal_had_compiled_is_in_the_cache_for_the_start(flint, tmp_path):
-    found = rehearsed(flint, tmp_path, "_rotation_kernel", "_embed_kernel")
-    assert found["fault"] is None
-    assert found["chosen"] >= 2 and found["here"] == []
+    names = ("_rotation_kernel", "_down_kernel")  # the latter calls functions with constants
+    ahead, start = (rehearsed(role, flint, tmp_path, *names) for role in ("ahead", "start"))
+    assert ahead["fault"] is None and start["fault"] is None
     # Layers that are alike launch the same.
-    assert set(found["kinds"]) == set(found["every"]) and len(found["every"]) > 50
+    assert set(ahead["launches"]) == set(start["launches"]) and len(start["launches"]) > 50
+    assert start["chosen"] == ahead["chosen"] >= 2 and start["here"] == []
 
 
 def words(*given):
@@ -58,7 +60,8 @@ class Shares(Progress):
 def test_the_progress_of_compilers_is_shown_and_a_mark_is_left_once_all_is_there(tmp_path):
     progress, mark = Shares(), tmp_path / "mark"
     follow(words(Word(total=2), Word(done=1), Word(done=1)), progress, mark)
-    assert progress.told == [("compiling kernels", share) for share in (0.0, 0.5, 1.0, 1.0)]
+    shares = [share for phase, share in progress.told if phase == "compiling kernels"]
+    assert shares == [0.0, 0.5, 1.0, 1.0]
     assert mark.exists()
 
 
@@ -84,11 +87,13 @@ def asked(flint, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = EngineConfig(model=str(flint), device="cpu")
-    plan = plan_memory(config, resolve(config))
+    found = resolve(config)
+    plan = plan_memory(config, found)
 
     def prepare(says):
         monkeypatch.setattr(compiling, "PROGRAM", (sys.executable, "-c", says))
-        return compiling.compiling(config, plan, Mesh(), torch.device("cuda"))
+        on_gpu = replace(found, device=torch.device("cuda"))
+        return compiling.compiling(config, on_gpu, plan, Mesh())
 
     return prepare
 
@@ -123,13 +128,23 @@ def test_a_start_that_fails_meanwhile_leaves_no_compilers_behind(asked, tmp_path
 
 
 def test_starts_that_differ_in_what_kernels_depend_on_have_marks_of_their_own(flint):
-    def mark(num_blocks=64, capability=90, **config):
-        return mark_of(
-            Rehearsal(EngineConfig(model=str(flint), **config), num_blocks, capability, 2**35)
-        )
+    def mark(num_blocks=64, capability=90, identity=b"flint", model=str(flint), **config):
+        config = EngineConfig(model=model, **config)
+        return mark_of(Rehearsal(config, num_blocks, capability, 2**35), identity)
 
-    marks = {mark(), mark(num_blocks=65), mark(capability=100), mark(max_num_seqs=3)}
-    assert len(marks) == 4 and mark() in marks
+    marks = [
+        mark(), mark(num_blocks=65), mark(capability=100), mark(max_num_seqs=3),
+        mark(identity=b"beam"), mark(speculative_config={"model": "here"}),
+    ]  # fmt: skip
+    assert len(set(marks)) == len(marks)
+    # Where files lie makes no difference.
+    assert mark(model="flint-nano") == marks[0]
+    assert mark(speculative_config={"model": "there"}) == marks[-1]
+
+
+def test_a_rehearsal_that_fails_tells_why(tmp_path):
+    launches, fault = rehearse(Rehearsal(EngineConfig(model=str(tmp_path)), 64, 90, 2**35))
+    assert launches == [] and fault.startswith("ValueError") and str(tmp_path) in fault
 
 
 @pytest.mark.parametrize(
