@@ -11,6 +11,7 @@ WRONG = [
     (EngineConfig, "dtype", "fp4"),
     (EngineConfig, "max_model_len", 0),
     (EngineConfig, "max_num_seqs", 0),
+    (EngineConfig, "max_num_seqs", True),
     (EngineConfig, "block_size", -1),
     (EngineConfig, "block_size", 1.5),
     (EngineConfig, "gpu_memory_utilization", 0.0),
