@@ -13,6 +13,7 @@ from limelight.lora import check_room, read_modules
 from limelight.settings import check_at_least, check_choices, setting
 from limelight.speculative import SpeculativeConfig
 from limelight.types import LogprobsMode, LoRARequest
+from limelight.weight_transfer import WeightTransfer
 
 DEFAULT_MODEL = "flint-nano"
 # What the JSON of --structured-outputs-config may hold; the one value where there is no choice.
@@ -38,32 +39,6 @@ def check_parsers(reasoning: str | None, calls: str | None):
             "the beam parser reads reasoning and calls together: give both "
             "--reasoning-parser beam and --tool-call-parser beam"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTransfer:
-    """How new weights come from a trainer, which may take `seconds` for each part of it."""
-
-    backend: Literal["nccl", "gloo", "ipc"] | None = None
-    seconds: float = 300.0
-
-    @classmethod
-    def of(cls, given: dict[str, object], *, pickled: bool) -> "WeightTransfer":
-        """`ValueError` for what --weight-transfer-config does not have."""
-        flag = "--weight-transfer-config"
-        for key in given:
-            if key not in ("backend", "timeout"):
-                raise ValueError(f"{flag} has no key {key!r}; it has backend, timeout (seconds)")
-        backend, seconds = given.get("backend", "nccl" if given else None), given.get("timeout")
-        if backend not in (None, "nccl", "gloo", "ipc"):
-            raise ValueError(f"{flag}: backend must be nccl, gloo or ipc; got {backend!r}")
-        if backend == "ipc" and not pickled:
-            raise ValueError(f"{flag}: backend ipc needs --enable-pickled-ipc-handles")
-        if seconds is None:
-            return cls(backend)
-        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
-            raise ValueError(f"{flag}: timeout must be a number of seconds; got {seconds!r}")
-        return cls(backend, float(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,5 +60,6 @@ def check_at_least(config: object, **lowest: int):
     """Refuse a field that is no integer, or one below its lowest."""
     for name, low in lowest.items():
         value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < low):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not is_integer or value < low):
             raise ValueError(f"{name} must be an integer of at least {low}; got {value!r}")

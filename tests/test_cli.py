@@ -146,6 +146,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys):
         (["sreve"], "'sreve'"),
         (["bench"], "limelight bench --help"),
         (["bench", "decode", "--batch", "4", "0"], "a whole number above 0, got '0'"),
+        (["bench", "startup", "--context", "0"], "a whole number above 0, got '0'"),
         (["bench", "serve", "--num-requests", "-3"], "--num-requests"),
         ([], "limelight --help"),
         (["generate"], "--prompt"),

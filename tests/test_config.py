@@ -11,6 +11,7 @@ WRONG = [
     (EngineConfig, "dtype", "fp4"),
     (EngineConfig, "max_model_len", 0),
     (EngineConfig, "max_num_seqs", 0),
+    (EngineConfig, "max_num_seqs", True),
     (EngineConfig, "block_size", -1),
     (EngineConfig, "block_size", 1.5),
     (EngineConfig, "gpu_memory_utilization", 0.0),
@@ -112,3 +113,17 @@ def test_batch_invariance_is_refused_where_it_cannot_be_promised():
     assert EngineConfig(batch_invariant=True, tensor_parallel_size=2).batch_invariant
     with pytest.raises(ValueError, match="at most 2 ranks"):
         EngineConfig(batch_invariant=True, tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"backend": "mpi"}, "backend must be"), ({"world": 2}, "no key 'world'"),
+        ({"backend": "ipc"}, "--enable-pickled-ipc-handles"),
+        *(({"timeout": seconds}, "number of seconds") for seconds in (0, -1, "5", True, 1e9)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_are_sent_in_a_way_and_a_time_that_there_are(given, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(weight_transfer_config=given)

@@ -20,6 +20,7 @@ LEVELS = [
         "speculative",
         "stats",
         "steps",
+        "weight_transfer",
         "__version__",
         "LoRARequest",
         "SamplingParams",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from limelight.bench import workload
 from limelight.config import EngineConfig
-from limelight.flags import config_from
+from limelight.flags import config_from, positive
 
 if TYPE_CHECKING:
     from limelight.engine.startup import Started
@@ -57,7 +57,7 @@ class Watch:
 def add_flags(parser: argparse.ArgumentParser):
     """The flags of this benchmark alone."""
     flag = parser.add_argument
-    flag("--context", type=int, default=128, help="tokens of the first prompt (default: 128)")
+    flag("--context", type=positive, default=128, help="tokens of the first prompt (default: 128)")
     flag("--cold", action="store_true", help="start without any compiled kernels")
     workload.add_slice_flag(parser)
 

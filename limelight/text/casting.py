@@ -33,7 +33,11 @@ def cast_arguments(
 
 def cast(text: str, schema: object, *, root: object = None) -> object:
     """The value that `text` writes for a parameter; `root` is where local references point."""
-    types = schema_types(schema, root)
+    return cast_to(schema_types(schema, root), text)
+
+
+def cast_to(types: list[str], text: str) -> object:
+    """The value that `text` writes, of one of these types if it can be."""
     if "string" in types:
         value = exact_json(text)
         others = [IS[name] for name in types if name in IS and name != "string"]
@@ -46,6 +50,12 @@ def cast(text: str, schema: object, *, root: object = None) -> object:
         if value is not None:
             return value
     return text
+
+
+def argument_types(tool: dict[str, object] | None, key: str) -> list[str]:
+    """The types of one argument of a tool; none where its parameters say nothing of it."""
+    root = _parameters(tool)
+    return schema_types(_property(root, key), root)
 
 
 def schema_types(schema: object, root: object = None) -> list[str]:

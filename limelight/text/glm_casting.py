@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from limelight.text.schema import MOST_SCHEMAS, leads_to
 
@@ -39,41 +40,56 @@ class Argument:
 
     def __init__(self, key: str, parameters: object):
         self._root = parameters
-        self._schema = _property(_branches(parameters, parameters), key)
-        self.is_text = _types(_branches(self._schema, parameters)) <= {"string"}
+        schema = _property(_branches(parameters, parameters), key)
+        self._allowed = Allowed.by(schema, parameters)
+        self.is_text = self._allowed.types <= {"string"}
 
     def cast(self, text: str) -> object:
         """The value that is written as `text`; the text itself if the argument `is_text`."""
-        return _cast(text, self._schema, self._root, MAX_DEPTH, nested=False)
+        return _cast(text, self._allowed, self._root, MAX_DEPTH, nested=False)
 
 
-def _cast(value: object, schema: object, root: object, room: int, *, nested: bool) -> object:
-    """`value` by `schema`; `nested` where it comes from a JSON, in which a text has its quotes."""
-    branches = _branches(schema, root)
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a value may be: by which schemas, of which types, and which texts are listed."""
+
+    branches: list[Schema]
+    types: set[str]
+    texts: frozenset[str]
+
+    @classmethod
+    def by(cls, schema: object, root: object) -> "Allowed":
+        branches = _branches(schema, root)
+        listed = [value for branch in branches for value in _listed(branch)]
+        texts = frozenset(value for value in listed if isinstance(value, str))
+        return cls(branches, _types(branches), texts)
+
+
+def _cast(value: object, allowed: Allowed, root: object, room: int, *, nested: bool) -> object:
+    """What is `allowed` of `value`; `nested`: it comes from a JSON, where a text has its quotes."""
+    branches, types = allowed.branches, allowed.types
     if not branches or room == 0:
         return value
     if isinstance(value, str):
-        return _cast_text(value, branches, root, room, nested=nested)
+        return _cast_text(value, allowed, root, room, nested=nested)
     if isinstance(value, dict):
         return {
-            key: _cast(one, _property(branches, key), root, room - 1, nested=True)
+            key: _cast(one, Allowed.by(_property(branches, key), root), root, room - 1, nested=True)
             for key, one in value.items()
         }
     if isinstance(value, list):
-        items = _merged([branch["items"] for branch in branches if "items" in branch])
+        schema = _merged([branch["items"] for branch in branches if "items" in branch])
+        items = Allowed.by(schema, root)
         return [_cast(one, items, root, room - 1, nested=True) for one in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
-        types = _types(branches)
         return int(value) if "integer" in types and "number" not in types else value
     return value
 
 
-def _cast_text(
-    text: str, branches: list[Schema], root: object, room: int, *, nested: bool
-) -> object:
-    types = _types(branches)
+def _cast_text(text: str, allowed: Allowed, root: object, room: int, *, nested: bool) -> object:
+    types = allowed.types
     exact = "string" in types
-    if not types or (exact and (nested or any(text in _listed(one) for one in branches))):
+    if not types or (exact and (nested or text in allowed.texts)):
         return text
     given = text if exact else text.strip()
     for kind, scalar in SCALARS.items():
@@ -88,7 +104,7 @@ def _cast_text(
         return text
     if value is None or TYPE_OF[type(value)] not in types:
         return text
-    return _cast(value, {"anyOf": branches}, root, room, nested=True)
+    return _cast(value, allowed, root, room, nested=True)
 
 
 def _branches(schema: object, root: object) -> list[Schema]:

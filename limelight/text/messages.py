@@ -72,8 +72,9 @@ def _tool_calls(where: str, calls: object) -> list[Message]:
 
 
 def _arguments(where: str, arguments: object) -> Message:
+    arguments = "{}" if arguments is None or arguments == "" else arguments
     try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

@@ -1,9 +1,10 @@
 """Calls as a response template writes them: the names of tools, and arguments by their schemas."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
-from limelight.text.casting import cast_arguments
+from limelight.text.casting import argument_types, cast_to
 from limelight.text.formats import (
     Format,
     any_number,
@@ -128,8 +129,7 @@ class Arguments:
         return self._argument(keys, self._value("\0", schema, spelling), spelling)
 
     def _value(self, key: str, schema: Schema, spelling: Parameters) -> Format:
-        def read(text: str) -> object:
-            return cast_arguments({key: text}, self._tool)[key]
+        read = partial(cast_to, argument_types(self._tool, key))
 
         def lacks(what: str):
             self._lacks(f"{key[:100]}: {what}" if key != "\0" else f"additionalProperties: {what}")

@@ -63,6 +63,9 @@ class Value:
         others = [one for one in options if one not in texts and one not in listed]
         if not texts and not listed:
             return self._json(self.schema)
+        numbers = any(one.get("type") in ("integer", "number") for one in others)
+        if numbers and FREE["boolean"] not in others and isinstance(self.read("1"), bool):
+            self.lacks("a number beside one of true and false, as 1 and 0 may be read as these")
         made = [literal(text) for one in listed for text in self._listed(one["enum"])]
         made += [self._text(one, others) for one in texts]
         made += [self._json(one) for one in others]

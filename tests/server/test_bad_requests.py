@@ -90,6 +90,8 @@ def test_a_hundred_thousand_prompts_are_refused_at_once(api):
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
         ("messages", [{"role": "assistant", "tool_calls":
                        [{"function": {"name": "f", "arguments": "{"}}]}]),
+        ("messages", [{"role": "assistant", "tool_calls":
+                       [{"function": {"name": "f", "arguments": []}}]}]),
         ("top_logprobs", 10_000), ("top_logprobs", -1), ("logprobs", 3),
         ("tools", [{"type": "web_search"}]), ("tools", [{"type": "function"}]),
         ("tools", [{"type": "function", "function": {"name": ""}}]), ("tools", "f"),

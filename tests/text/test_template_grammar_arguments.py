@@ -1,5 +1,7 @@
 """Which arguments calls may have by the schemas of tools; all are read as what they are."""
 
+import time
+
 import jsonschema
 import pytest
 from template_grammars import THOUGHT, WEATHER, allows, argument, call, made, matcher, read, tool
@@ -140,6 +142,7 @@ def test_which_arguments_there_are_is_the_schemas_to_say(parameters, right, wron
     ({"v": {"enum": ["x<|call|>"]}}, "listed value"),
     ({"v": {"anyOf": [{"type": "string", "pattern": "^a$"}, {"enum": [1]}]}}, "pattern of texts"),
     ({"v": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"v": {"anyOf": [{"const": False}, {"type": "integer"}]}}, "true and false"),
 ])  # fmt: skip
 def test_a_strict_tool_that_cannot_be_kept_to_is_refused(schema, words):
     strict = tool("f", schema, ["v"], strict=True)
@@ -155,6 +158,13 @@ def test_a_tool_that_is_not_strict_is_kept_to_as_far_as_it_can_be():
     grammar = made(tools=[loose])
     assert allows(grammar, THOUGHT + call("f", argument("v", "x") + argument("w", "2")))
     assert not allows(grammar, THOUGHT + call("f", argument("v", "x") + argument("w", "3")))
+
+
+def test_thousands_of_listed_values_take_no_time_to_speak_of():
+    values = [*range(4_000), *(f"s{i}" for i in range(4_000))]
+    begun = time.perf_counter()
+    made(tools=[tool("f", {"v": {"enum": values}}, ["v"])])
+    assert time.perf_counter() - begun < 4
 
 
 @pytest.mark.parametrize("name", ["get weather", "a<b", "", "x\ny", None, "é\u2028"])
