@@ -3,11 +3,11 @@
     python benchmarks/ablation.py benchmarks/configs/flint --load-format dummy --json FIGURES.json
 
 Rows differ in `how` they were measured. "engine": the time between tokens. "graph": replays of a
-captured step with one change, in turns with the step as it is (`base_ms`); "plain NAME" has one
-operation as its reference. "launched": a step launched kernel by kernel, for what cannot be
-captured: how long it takes and for how much of that the device works (`busy_ms`). "alone": one
-operation, as `limelight bench ops --plain` has it. `same_tokens` is the share of the sequences for
-which a step chooses the token that the step as it is chooses: a change of the order of sums may
+captured step with one change, ten at a time, in turns with the step as it is (`base_ms`); "plain
+NAME" has one operation as its reference. "launched": a step launched kernel by kernel, for what
+cannot be captured: how long it takes and for how much of that the device works (`busy_ms`).
+"alone": one operation, as `limelight bench ops --plain` has it. `same_tokens` is the share of the
+sequences for which a step chooses the token that the step as it is chooses: a change of the order of sums may
 change one.
 """
 
@@ -31,6 +31,7 @@ from limelight.ops import (
     decode,
     embed,
     experts,
+    fp4,
     linear,
     norm,
     op,
@@ -44,7 +45,9 @@ from limelight.runner.inputs import ON_DEVICE, StepTensors
 from limelight.runner.launched import Outcome
 from limelight.runner.runner import ModelRunner
 
-WARM_REPLAYS, REPLAYS = 5, 40
+WARM_TURNS, TURNS = 2, 12
+# One at a time, with the host between, differ by 50 us where so many differ by 5.
+REPLAYS = 10
 LAUNCHED_STEPS, PLAIN_STEPS = 5, 1
 ENGINE_STEPS = 60
 Change = Callable[[], AbstractContextManager[None]]
@@ -104,16 +107,13 @@ def norms_apart() -> Iterator[None]:
         h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
         return h_TD, linear.swiglu_project.kernel(y_TD, gate_up_GD, fp32=fp32)
 
-    def route(h_TD, x_TD, norm_D, router_ED, *, eps, count):
+    def route(h_TD, x_TD, norm_D, router_ED, *, eps, count, routed=None):
         h_TD, y_TD = _normed(h_TD, x_TD, norm_D, eps)
         if len(router_ED) not in no_bias:
             no_bias[len(router_ED)] = router_ED.new_zeros(len(router_ED))
+        chosen = {"count": count, "groups": 1, "kept_groups": 1, "routed": routed}
         bias_E = no_bias[len(router_ED)]
-        return (
-            h_TD,
-            y_TD,
-            *router.route.kernel(y_TD, router_ED, bias_E, count=count, groups=1, kept_groups=1),
-        )
+        return h_TD, y_TD, *router.route.kernel(y_TD, router_ED, bias_E, **chosen)
 
     with (
         replaced(linear.norm_project, "kernel", project),
@@ -160,6 +160,11 @@ def products_by_torch() -> AbstractContextManager[None]:
     return replaced(thin, "MOST_COLUMNS", 0)
 
 
+def always_decoded() -> AbstractContextManager[None]:
+    """Within, NVFP4 projections are decoded for any number of rows of a decode step."""
+    return replaced(fp4, "CACHED_ROWS", fp4.FUSED_ROWS)
+
+
 def changes_of(model: torch.nn.Module) -> dict[str, Change]:
     """What a graph can hold, by name."""
     packed = any(type(w) is FP4 for module in model.modules() for w in vars(module).values())
@@ -170,6 +175,8 @@ def changes_of(model: torch.nn.Module) -> dict[str, Change]:
         "experts always sorted": experts_sorted,
         "products of few rows as of many": products_by_torch,
     }
+    if packed:
+        found["no product of unpacked weights"] = always_decoded
     operations = CAPTURABLE if packed else CAPTURABLE | CAPTURABLE_PRODUCTS
     return found | {f"plain {name}": partial(plain, one) for name, one in operations.items()}
 
@@ -192,11 +199,21 @@ def turns(
     with change():
         graph, tokens_R = captured(step)
     same = (tokens_R == base_tokens_R).float().mean().item()
-    pair = (base.replay, graph.replay)
-    times = [[floor.times_ms(work, 1)[0] for work in pair] for _ in range(WARM_REPLAYS + REPLAYS)]
-    without, changed = zip(*times[WARM_REPLAYS:], strict=True)
+    pair = (base, graph)
+    times = [[replayed_ms(one) for one in pair] for _ in range(WARM_TURNS + TURNS)]
+    without, changed = zip(*times[WARM_TURNS:], strict=True)
     figures = {"how": "graph", "step_ms": record.spread(list(changed))}
     return figures | {"base_ms": record.spread(list(without)), "same_tokens": round(same, 3)}
+
+
+def replayed_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """How long one of some replays takes."""
+
+    def replays() -> None:
+        for _ in range(REPLAYS):
+            graph.replay()
+
+    return floor.times_ms(replays, 1)[0] / REPLAYS
 
 
 def launched(step: Step, base_tokens_R: torch.Tensor, steps: int) -> dict[str, object]:

@@ -6,8 +6,8 @@ tensor is kept for each row, so that matrices with different ones can lie in one
 six significant bits: it is exact in BF16 and in FP16. The row's scale is applied in FP32 to the
 sum of a product, never to a weight.
 
-`product` multiplies up to FUSED_ROWS rows (FUSED_ROWS_KEPT of a weight that is kept unpacked) with
-weights that it decodes in registers; for more, torch multiplies unpacked ones.
+`product` multiplies few rows with weights that it decodes in registers; for more, torch multiplies
+unpacked ones.
 """
 
 from dataclasses import dataclass
@@ -526,17 +526,15 @@ def _finish_kernel(
 
 # Columns of a tile of `sums_of`.
 SPAN = 256
-# The most rows that meet decoded weights. Unpacking moves 4.5 bytes a weight where those of four
-# bits are 0.56, and decoding costs about as much as reading: up to three blocks of 128 rows do it
-# for less.
-FUSED_ROWS = 384
-FUSED_ROWS_KEPT = 16  # where the weight is kept unpacked
+# The most rows that meet decoded weights, where a cache holds these unpacked or they are kept so;
+# and where unpacking moves 4.5 bytes a weight through memory, not 0.56.
+CACHED_ROWS, FUSED_ROWS = 16, 384
 # Rows of x and of the weight, warps and stages of a program; by the most rows of x.
 BLOCKS = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 3), 2**31: (128, 128, 8, 2)}
 # Programs that a device should have for its memory to be busy; and the most parts of the columns.
 PROGRAMS, MOST_SPLITS = 256, 8
-# FP32 sums of many rows, of so many bytes at a time that a cache holds them.
-SUMS_BYTES = 32 * 2**20
+# What a cache holds: an unpacked weight, or the FP32 sums of so many rows at a time.
+CACHED_BYTES = 32 * 2**20
 
 
 def scale_words(weight: FP4) -> torch.Tensor:
@@ -558,8 +556,9 @@ def product(
     outputs = len(weight) if fp32 is None else len(weight) // 2
     y_TN = torch.empty(len(x_TF), outputs, dtype=dtype or x_TF.dtype, device=x_TF.device)
     if len(x_TF):
-        most = FUSED_ROWS if weight.values is None else FUSED_ROWS_KEPT
-        (_decoding if len(x_TF) <= most else _unpacking)(x_TF, weight, y_TN, fp32)
+        small = weight.values is not None or 2 * x_TF.shape[1] * len(weight) <= CACHED_BYTES
+        decodes = len(x_TF) <= (CACHED_ROWS if small else FUSED_ROWS)
+        (_decoding if decodes else _unpacking)(x_TF, weight, y_TN, fp32)
     return y_TN
 
 
@@ -585,10 +584,9 @@ def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | 
 
 
 def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
-    held_NF = weight.values
-    if held_NF is None:
+    if (held_NF := weight.values) is None:
         held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
-    step = max(SUMS_BYTES // (4 * len(weight)) // 128 * 128, 128)
+    step = max(CACHED_BYTES // (4 * len(weight)) // 128 * 128, 128)
     for x_XF, y_XN in zip(x_TF.split(step), y_TN.split(step), strict=True):
         sums_XN = torch.mm(x_XF, held_NF.T, out_dtype=torch.float32)
         _finish(sums_XN[None], weight, y_XN, fp32)
