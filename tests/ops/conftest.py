@@ -3,9 +3,12 @@
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain, combinations
+from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -66,10 +69,11 @@ def quick_interpreter(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """On a CPU, of FP16 one case of each test; of FP32 few that show all values of its parameters,
-    each with each: the rest takes minutes."""
+    """On a CPU, of FP16 one case of each test here; of FP32 few that show all values of its
+    parameters, each with each: the rest takes minutes."""
     fp16, fp32 = defaultdict(list), defaultdict(list)
-    for item in items:
+    # Those of all other folders come, too.
+    for item in (item for item in items if item.path.is_relative_to(HERE)):
         callspec = getattr(item, "callspec", None)
         if callspec is None or {mark.name for mark in item.iter_markers()} & {"gpu", "slow"}:
             continue
