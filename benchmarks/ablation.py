@@ -7,8 +7,8 @@ captured step with one change, ten at a time, in turns with the step as it is (`
 NAME" has one operation as its reference. "launched": a step launched kernel by kernel, for what
 cannot be captured: how long it takes and for how much of that the device works (`busy_ms`).
 "alone": one operation, as `limelight bench ops --plain` has it. `same_tokens` is the share of the
-sequences for which a step chooses the token that the step as it is chooses: a change of the order of sums may
-change one.
+sequences for which a step chooses the token that the step as it is chooses: a change of the order
+of sums may change one.
 """
 
 import argparse
