@@ -237,7 +237,11 @@ class Arguments:
 
     def _others(self, names: list[str], schema: Schema, known: dict[str, Schema]) -> Format:
         """One that the schema does not name."""
-        key = pattern(other_names(names, subtracted(ALL, [*OPENS_TAGS, *STRIPPED])))
+        allowed = subtracted(ALL, [*OPENS_TAGS, *STRIPPED])
+        try:
+            key = pattern(other_names(names, allowed))
+        except Untold:
+            key = pattern(other_names((), allowed))
         try:
             value = self._value("", schema, known)
         except (Unheld, Untold):

@@ -14,6 +14,7 @@ from limelight.text.regex import ALL, BLANKS, DIGITS, WORD, Ranges, class_of, su
 
 MOST_SPELLINGS = 16  # of one regex that are followed
 LONGEST_NAME = 200
+LONGEST_REGEX = 2**20  # characters; no longer grammar is taken
 # Digits and letters of other scripts count for some readers and not for others: for none here.
 CLASSES = {
     "CATEGORY_DIGIT": DIGITS,
@@ -154,13 +155,17 @@ def but(ranges: Ranges, characters: Iterable[str]) -> Ranges:
 def other_names(names: Iterable[str], allowed: Ranges) -> str:
     """A regex for any text of `allowed` characters, one at least, but for `names`."""
     trie: dict[str, object] = {}
+    room = LONGEST_REGEX // len(class_of(allowed))
     for name in names:
         if len(name) > LONGEST_NAME:
             raise Untold(f"a name is longer than {LONGEST_NAME} characters")
         node = trie
         for character in name:
+            room -= character not in node
             node = node.setdefault(character, {})  # type: ignore[assignment]
         node["end"] = None
+        if room < 0:
+            raise Untold("its names have too many characters to be told from others")
     return _others(trie, allowed, is_root=True)
 
 

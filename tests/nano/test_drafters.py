@@ -18,7 +18,7 @@ from nano.spoilers import SPOILERS
 
 QUIET = Progress(quiet=True)
 TASKS = ("sort", "json", "tool")
-EACH, TOKENS, DRAFTS = 14, 64, 7
+EACH, TOKENS, DRAFTS = 8, 64, 7
 LEAST = {"flint-nano": 5.0, "beam-nano": 6.0}
 # What may be left with each fault. A drafter of a block this small hardly needs its later rows.
 SPOILED = {"taps one layer off": 0.8, "causal mask": 0.99, "no hidden_norm": 0.8}

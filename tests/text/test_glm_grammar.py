@@ -52,6 +52,18 @@ def call(**arguments):
     return f"<tool_call>get_weather{''.join(pairs)}</tool_call>"
 
 
+@pytest.mark.parametrize("names", [["x" * 201], [f"{i:04}" * 40 for i in range(2_000)]])
+def test_names_that_cannot_be_told_from_others_may_have_any_value(tokenizer, names):
+    properties = {name: {"type": "integer"} for name in names}
+    schema = {"type": "object", "properties": properties, "additionalProperties": True}
+    tool = {"name": "get_weather", "parameters": schema}
+    begun = time.perf_counter()
+    grammar = made(tokenizer, tools=[tool], choice="required")
+    assert time.perf_counter() - begun < 4
+    if len(names) == 1:
+        assert allows(grammar, encode(tokenizer, call(y="7")))
+
+
 def test_thousands_of_listed_values_take_no_time_to_speak_of(tokenizer):
     values = [*range(4_000), *(f"s{i}" for i in range(4_000))]
     schema = {"type": "object", "properties": {"v": {"enum": values}}}

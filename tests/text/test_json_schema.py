@@ -192,3 +192,11 @@ def test_texts_without_a_character_have_it_neither_in_values_nor_in_keys():
     assert not allows_text(format, '{"a":"b<"}')
     with pytest.raises(RequestError):
         prepared({"enum": ["<"]}, strict=True, param="p", without=[(60, 60)])
+
+
+def test_keys_that_are_too_many_to_be_told_from_others_close_an_object():
+    names = [f"{i:04}" * 40 for i in range(2_000)]
+    schema = of("object", properties=dict.fromkeys(names, INTEGER), additionalProperties=INTEGER)
+    assert prepared(schema, strict=False, param="p")["additionalProperties"] is False
+    with pytest.raises(RequestError, match="too many characters"):
+        prepared(schema, strict=True, param="p")
