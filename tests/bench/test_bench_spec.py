@@ -277,8 +277,8 @@ def test_engines_that_do_not_fit_together_come_one_after_the_other(models, monke
     ("argv", "says"),
     [
         (("--drafts", "fixed"), "--speculative-config with a drafter"),
-        (("--concurrency", "0"), "--concurrency must be at least 1"),
-        (("--rounds", "0"), "--rounds must be at least 1"),
+        (("--concurrency", "0"), "--concurrency: expected a whole number above 0"),
+        (("--rounds", "0"), "--rounds: expected a whole number above 0"),
         (("--temperature", "-1"), "temperature"),
         (("--drafts", "none", "--tasks", "sort"), "tokenizer"),
         (("--drafts", "none", "--output-len", "5000"), "do not fit the model's length"),

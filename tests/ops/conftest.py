@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from limelight.ops import fp4
+
 HERE = Path(__file__).parent
 
 
@@ -26,6 +28,13 @@ def poisoned(monkeypatch):
 
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def always_decoded(monkeypatch):
+    """NVFP4 weights are decoded for as many rows as large ones are; torch's product of unpacked ones
+    with an FP32 result is a GPU's."""
+    monkeypatch.setattr(fp4, "CACHED_ROWS", fp4.FUSED_ROWS)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ MODELS = [(rows, *size) for size in EXPERTS for rows in [2, 8, 17, 33, 130, 1000
 CPU, GPU = ("cpu", torch.float32), ("cuda", torch.bfloat16)
 IDS = "T{0[0]}-D{0[1]}-E{0[2]}-N{0[3]}-F{0[4]}-shared{0[5]}".format
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = pytest.mark.usefixtures("poisoned", "always_decoded")
 places = pytest.mark.parametrize("place", PLACES)
 products = pytest.mark.parametrize("case", PRODUCTS, ids="T{0[0]}-{0[1]}x{0[2]}".format)
 

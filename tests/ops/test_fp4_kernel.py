@@ -40,6 +40,7 @@ def test_every_code_under_every_scale_is_exact(place):
         assert torch.equal(found.cpu().double(), expected)
 
 
+@pytest.mark.usefixtures("always_decoded")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("blocks", [1, 3, 4, 21], ids="B{}".format)
 def test_products_decode_every_code_under_every_scale_exactly(blocks, place):
@@ -66,7 +67,7 @@ def test_scales_and_codes_lie_where_the_format_says():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 40, 129, 500], ids="T{}".format)
-def test_a_weight_that_is_kept_unpacked_gives_the_same_products(rows):
+def test_unpacked_weights_give_the_same_products_whether_they_are_kept_or_not(rows):
     place = torch.device("cuda"), torch.bfloat16
     generator = torch.Generator(place[0]).manual_seed(rows)
     weight = random_fp4(5120, 2048, generator=generator, device="cuda", spread=1.0)
