@@ -32,8 +32,8 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def always_decoded(monkeypatch):
-    """NVFP4 weights are decoded for as many rows as large ones are; torch's product of unpacked ones
-    with an FP32 result is a GPU's."""
+    """NVFP4 weights are decoded for as many rows as large ones are: torch's product of unpacked
+    ones, with an FP32 result, is a GPU's."""
     monkeypatch.setattr(fp4, "CACHED_ROWS", fp4.FUSED_ROWS)
 
 
