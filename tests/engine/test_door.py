@@ -6,13 +6,17 @@ import threading
 
 import msgspec
 import pytest
+import torch
 
 from limelight.config import EngineConfig
+from limelight.engine import ranks
 from limelight.engine.door import KEY, Address, Door, knock
 from limelight.engine.links import Connection
 from limelight.engine.pipes import Hello, Word, receive, receive_bytes
+from limelight.engine.ranks import Ranks
 from limelight.engine.worker import compare_flags
 from limelight.parallel.group import open_store, store_at
+from limelight.parallel.seat import Seat
 
 HOST = "127.0.0.1"
 
@@ -110,3 +114,11 @@ def test_machines_with_other_flags_are_told_which():
     compare_flags(own, EngineConfig(max_num_seqs=4))
     with pytest.raises(ValueError, match="another max_num_seqs than rank 0"):
         compare_flags(own, EngineConfig(max_num_seqs=8))
+
+
+def test_ranks_that_do_not_come_are_named(store, monkeypatch):
+    monkeypatch.setattr(ranks, "SECONDS_TO_COME", 0.1)
+    device = torch.device("cpu")
+    started = Ranks.started(EngineConfig(), device, None, Seat(size=3), store, HOST)
+    with pytest.raises(ValueError, match=r"ranks \[1, 2\] have not come in 0\.1 s"), started:
+        pass
