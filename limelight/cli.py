@@ -25,6 +25,7 @@ from limelight.flags import (
     merge,
     spell,
 )
+from limelight.parallel.torchrun import started_by_torchrun
 from limelight.training.settings import DraftSettings
 
 if TYPE_CHECKING:
@@ -196,11 +197,17 @@ def _draft_flags(parser: argparse.ArgumentParser):
 
 def _serve(args: argparse.Namespace) -> int:
     engine, server = configs_of(args)
+    if (torchrun := started_by_torchrun()) is not None:
+        torchrun.check(engine, server)
+        if torchrun.rank > 0:
+            from limelight.engine.worker import follow
+
+            return follow(engine, torchrun)
     if server.ray:
         return _serve_by_ray(engine, server)
     from limelight.server.app import run
 
-    return run(engine, server)
+    return run(engine, server, torchrun)
 
 
 def _serve_by_ray(engine: EngineConfig, server: ServerConfig) -> int:

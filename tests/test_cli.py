@@ -229,7 +229,7 @@ def test_serve_hands_the_configs_to_the_server_and_its_exit_code_back(monkeypatc
     app.run = lambda *configs: seen.append(configs) or 7
     monkeypatch.setitem(sys.modules, "limelight.server.app", app)
     assert cli.main(["serve", "org/model", "--port", "0", "--seed", "3"]) == 7
-    assert seen == [(EngineConfig(model="org/model", seed=3), ServerConfig(port=0))]
+    assert seen == [(EngineConfig(model="org/model", seed=3), ServerConfig(port=0), None)]
 
 
 @pytest.mark.parametrize(("model", "parser"), BUNDLED_PARSERS.items())
@@ -237,7 +237,7 @@ def test_a_bundled_model_is_served_with_its_parsers_unless_one_is_named(
     monkeypatch, capsys, model, parser
 ):
     seen = []
-    app = SimpleNamespace(run=lambda engine, server: seen.append(server) or 0)
+    app = SimpleNamespace(run=lambda engine, server, torchrun: seen.append(server) or 0)
     monkeypatch.setitem(sys.modules, "limelight.server.app", app)
     cli.main(["serve", model])
     assert f"{model} has the parsers {parser} and" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from limelight.config import EngineConfig
 from limelight.engine.peers import Circle
 from limelight.engine.process import Command, Report
 from limelight.orders import Asked, EngineState, Order, Reply
+from limelight.parallel.torchrun import Torchrun
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request
 
@@ -89,10 +90,11 @@ class EngineClient:
         config: EngineConfig,
         env: Mapping[str, str] = NOTHING,
         circle: Circle | None = None,
+        torchrun: Torchrun | None = None,
     ):
         """`env` is what the process has in its environment beside what this one has, `circle` where
-        it meets the engines that share its experts."""
-        self.config, self.env, self.circle = config, env, circle
+        it meets the engines that share its experts, `torchrun` what has started its other ranks."""
+        self.config, self.env, self.circle, self.torchrun = config, env, circle, torchrun
         self.stats, self.state = EngineStats(), EngineState()
         self._info: ModelInfo | None = None
         self._ready = asyncio.Event()
@@ -144,7 +146,7 @@ class EngineClient:
         )  # fmt: skip
         assert self._process.stdin is not None
         # Not among the arguments, which every user of the machine can read.
-        for line in (self.config, self.circle):
+        for line in (self.config, self.circle, self.torchrun):
             self._process.stdin.write(msgspec.json.encode(line) + b"\n")
         if self._fault is not None:
             self._process.kill()

@@ -56,12 +56,14 @@ def compiling(
     plan: MemoryPlan,
     mesh: Mesh,
     experts: ExpertMesh | None = None,
+    *,
+    compiles: bool = True,
 ) -> Iterator[Callable[[Progress], None]]:
     """Within, kernels are compiled beside whatever else is done; yields what waits for them.
 
-    Rank 0 has them compiled for all ranks. There are none on a CPU.
+    One rank `compiles` for all of its machine. There are none on a CPU.
     """
-    if found.device.type != "cuda" or mesh.rank > 0:
+    if found.device.type != "cuda" or not compiles:
         yield lambda progress: None
         return
     asked = _rehearsal(config, plan, mesh, found.device, experts)

@@ -1,5 +1,11 @@
-"""What rank 0 and another rank tell each other: msgpack of these, each behind its length."""
+"""What rank 0 and another rank tell each other: msgpack of these, each behind its length.
 
+It goes over pipes, or over a socket between machines.
+"""
+
+import os
+import socket
+import sys
 import threading
 from dataclasses import dataclass
 from io import FileIO
@@ -13,6 +19,8 @@ from limelight.parallel.seat import Seat
 from limelight.steps import StepPlan
 
 LENGTH = 8
+# What was sent to a machine that is gone would be kept for a quarter of an hour.
+SECONDS_WITHOUT_RECEIPT = 8.0
 Kind = TypeVar("Kind")
 
 
@@ -22,7 +30,15 @@ class Start:
 
     config: EngineConfig
     seat: Seat
-    port: int  # of the store
+    port: int  # of the store, or 0 where torchrun has one
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a rank that torchrun has started."""
+
+    token: bytes
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,7 @@ class Word:
     """From a rank: a sign of life, and what there is to tell beside it."""
 
     facts: Facts | None = None
+    is_compiled: bool = False  # its machine has the kernels
     is_ready: bool = False
     fault: str | None = None  # why the rank ends
 
@@ -75,15 +92,30 @@ class Sender:
                 rest = rest[self.pipe.write(rest) :]
 
 
+def ends_of(connection: socket.socket) -> tuple[FileIO, Sender]:
+    """The two directions of a TCP connection; both have ended once it is shut down."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        wait = int(1000 * SECONDS_WITHOUT_RECEIPT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, wait)
+    reads, writes = (os.dup(connection.fileno()) for _ in range(2))
+    return FileIO(reads, "r"), Sender(FileIO(writes, "w"))
+
+
 def receive(pipe: FileIO, kind: type[Kind]) -> Kind | None:
     """The next message; None when no one writes any more."""
     data = receive_bytes(pipe)
     return None if data is None else msgspec.msgpack.decode(data, type=kind)
 
 
-def receive_bytes(pipe: FileIO) -> bytes | None:
-    head = _exactly(pipe, LENGTH)
-    return None if head is None else _exactly(pipe, int.from_bytes(head, "little"))
+def receive_bytes(pipe: FileIO, most: int | None = None) -> bytes | None:
+    """The next message's bytes; `ValueError` if it has more than `most`."""
+    if (head := _exactly(pipe, LENGTH)) is None:
+        return None
+    count = int.from_bytes(head, "little")
+    if most is not None and count > most:
+        raise ValueError(f"a message of {count} bytes is longer than {most}")
+    return _exactly(pipe, count)
 
 
 def _exactly(pipe: FileIO, count: int) -> bytes | None:

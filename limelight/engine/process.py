@@ -23,6 +23,7 @@ import zmq
 from limelight.config import EngineConfig
 from limelight.engine.peers import Circle
 from limelight.orders import Asked, EngineState, Reply
+from limelight.parallel.torchrun import Torchrun
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request
 
@@ -124,6 +125,7 @@ def heard(commands: "zmq.Socket[bytes]", engine: "Engine", seconds: float) -> bo
 def run(
     config: EngineConfig,
     circle: Circle | None,
+    torchrun: Torchrun | None,
     commands: "zmq.Socket[bytes]",
     reporter: Reporter,
 ) -> None:
@@ -131,7 +133,9 @@ def run(
     from limelight.engine.startup import start_engine
     from limelight.progress import Progress
 
-    started = start_engine(config, Progress(reporter.progress), on_loss=reporter.end, circle=circle)
+    started = start_engine(
+        config, Progress(reporter.progress), on_loss=reporter.end, circle=circle, torchrun=torchrun
+    )
     engine, control, decoder = started.engine, started.control, msgspec.msgpack.Decoder(Command)
     if engine.grammars is not None:
         engine.grammars.start()
@@ -165,12 +169,12 @@ def run(
 
 
 def main(arguments: list[str]) -> int:
-    """Entry of the child: the folder of the sockets. On its input are two lines of JSON: the
-    config, and where to meet the engines that share its experts."""
+    """Entry of the child: the folder of the sockets. On its input are three lines of JSON: the
+    config, where to meet the engines that share its experts, and what torchrun has started."""
     (folder,) = arguments
     # The parent decides when to end, also when a terminal sends its interrupt to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config_json, circle_json = sys.stdin.buffer.readline(), sys.stdin.buffer.readline()
+    config_json, circle_json, torchrun_json = (sys.stdin.buffer.readline() for _ in range(3))
     end_with_parent(folder)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
     context = zmq.Context()
@@ -180,7 +184,9 @@ def main(arguments: list[str]) -> int:
     reporter = Reporter(reports)
     try:
         config = msgspec.json.decode(config_json, type=EngineConfig)
-        run(config, msgspec.json.decode(circle_json, type=Circle | None), commands, reporter)
+        circle = msgspec.json.decode(circle_json, type=Circle | None)
+        torchrun = msgspec.json.decode(torchrun_json, type=Torchrun | None)
+        run(config, circle, torchrun, commands, reporter)
     except ValueError as error:
         reporter.send(Report(phase="dead", fault=str(error)))
     except Exception as error:

@@ -1,28 +1,29 @@
 """The ranks above 0, seen from rank 0: started, agreed with, sent each plan, watched, ended.
 
-Each is a process of `engine/worker.py` with a pipe in each direction. When one ends or falls
-silent, all are ended: a collective that waits for it then fails, and the engine is lost.
+Each is a process of `engine/worker.py` with a line in each direction (`engine/links.py`). When one
+ends or falls silent, all are ended: a collective that waits for it then fails, and the engine is
+lost.
 """
 
 import os
 import select
-import subprocess
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from io import FileIO
-from typing import cast
 
 import msgspec
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from limelight.config import EngineConfig
+from limelight.engine.door import Door
+from limelight.engine.links import Child, Connection, Link
 from limelight.engine.memory import MemoryPlan
-from limelight.engine.pipes import Agreed, Facts, Sender, Start, Told, Word, receive
+from limelight.engine.pipes import Agreed, Facts, Start, Told, Word, receive
 from limelight.orders import DeviceOrder
 from limelight.parallel.group import abandon, have_come, join, leave, open_store, take_device
 from limelight.parallel.mesh import Mesh
@@ -33,11 +34,11 @@ from limelight.runner.runner import ModelRunner
 from limelight.steps import StepPlan, StepResult
 from limelight.types import DeviceLost
 
-PROGRAM = (sys.executable, "-P", "-m", "limelight.engine.worker")
 # A sign of life comes every second, but not while Python is busy with imports and compilers.
 SECONDS_OF_SILENCE = 8.0
 SECONDS_OF_SILENCE_AT_START = 60.0
-SECONDS_TO_END = 5.0
+# torchrun starts all at once, as soon as there are all machines.
+SECONDS_TO_COME = 60.0
 SECONDS_BETWEEN_LOOKS = 0.02
 # An error of a collective and the news of the rank that ended come at almost the same time.
 SECONDS_FOR_NEWS = 2.0
@@ -55,46 +56,34 @@ def facts_of(plan: MemoryPlan, identity: bytes) -> Facts:
 
 
 class Worker:
-    """One process, its pipes and what it has told."""
+    """One rank: its process, and what it has told. `name` says where it is, if not here."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.process = subprocess.Popen(
-            PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self.commands = Sender(cast(FileIO, self.process.stdin))
-        self.words = cast(FileIO, self.process.stdout)
+    def __init__(self, name: str, link: Link):
+        self.name, self.link = name, link
         self.facts: Facts | None = None
-        self.is_ready = False
+        self.is_compiled = self.is_ready = False
 
     def listen(self, news: threading.Condition) -> str:
         """Take what it tells until it is lost, with news of it; how it was."""
         poll = select.poll()
-        poll.register(self.words, select.POLLIN)
+        poll.register(self.link.words, select.POLLIN)
         while True:
             silence = SECONDS_OF_SILENCE if self.is_ready else SECONDS_OF_SILENCE_AT_START
             if not poll.poll(1000 * silence):
                 return f"has given no sign of life for {silence:g} s"
-            word = receive(self.words, Word)
+            try:
+                word = receive(self.link.words, Word)
+            except OSError:  # it had not read all that it was told
+                word = None
             if word is None:
-                return f"has ended with exit code {self.process.wait()}"
+                return self.link.how_ended()
             if word.fault is not None:
                 return word.fault
-            self.is_ready |= word.is_ready
-            if word.facts is not None:
-                with news:
-                    self.facts = word.facts
-                    news.notify_all()
-
-    def ask_to_end(self) -> None:
-        """Its input closes, by which it knows."""
-        with self.commands.lock:
-            self.commands.pipe.close()
-
-    def end(self) -> None:
-        """Make sure that it has ended."""
-        self.process.kill()
-        self.process.wait()
+            with news:
+                self.facts = word.facts or self.facts
+                self.is_compiled |= word.is_compiled
+                self.is_ready |= word.is_ready
+                news.notify_all()
 
 
 class Ranks:
@@ -106,7 +95,7 @@ class Ranks:
         device: torch.device,
         on_loss: Callable[[str], None] | None,
         seat: Seat,
-        store: TCPStore | None = None,
+        store: Store | None = None,
     ):
         """`store` is that of the world, where there is more of it than these ranks."""
         self.seat, self.size, self.device, self.on_loss = seat, seat.size, device, on_loss
@@ -115,11 +104,8 @@ class Ranks:
         self.mesh = Mesh(size=self.size)
         self.release: Callable[[], None] = lambda: None  # of what holds on to the group
         self._news = threading.Condition()
-        if config.weight_transfer.backend == "nccl":
-            # The ranks alone would do with loopback, but the trainer may be on another machine.
-            # Empty, NCCL chooses by itself; the other ranks inherit it.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
-        take_device(device, 0, self.size)
+        open_interfaces(config)
+        take_device(device, 0, seat.local_size)
         self._store = open_store() if store is None else store
         self.workers: list[Worker] = []
 
@@ -131,13 +117,21 @@ class Ranks:
         device: torch.device,
         on_loss: Callable[[str], None] | None,
         seat: Seat,
-        store: TCPStore | None = None,
+        store: Store | None = None,
+        host: str | None = None,
     ) -> Iterator["Ranks"]:
-        """They are ended if the block fails, which tells of a lost rank as what it was."""
+        """They are ended if the block fails, which tells of a lost rank as what it was.
+
+        Where torchrun has started them, `host` is where they find this one; `ValueError` if they do
+        not come.
+        """
         ranks = cls(config, device, on_loss, seat, store)
         try:
-            for rank in range(1, ranks.size):
-                ranks._start(config, rank)
+            if host is not None:
+                ranks._let_in(config, host)
+            else:
+                for rank in range(1, ranks.size):
+                    ranks._add(config, rank, f"rank {rank}", Child())
             yield ranks
         except BaseException as error:
             lost = ranks.news() if isinstance(error, RuntimeError) else None
@@ -156,7 +150,7 @@ class Ranks:
         blocks = [own.num_blocks]
         for worker in self.workers:
             assert worker.facts is not None
-            compare(own, worker.facts, f"rank {worker.rank}")
+            compare(own, worker.facts, worker.name)
             blocks.append(worker.facts.num_blocks)
         plan = plan.with_blocks(min(blocks))
         plan.check()
@@ -174,6 +168,14 @@ class Ranks:
             time.sleep(SECONDS_BETWEEN_LOOKS)
         self.mesh = join(self._store, self.device, self.seat, width=width, dtype=dtype)
         return self.mesh
+
+    def go_on(self) -> None:
+        """Have all start steps, once each machine has its kernels; `DeviceLost` if a rank is."""
+        with self._news:
+            self._news.wait_for(lambda: self.lost or all(w.is_compiled for w in self.workers))
+        if self.lost is not None:
+            raise DeviceLost(self.lost)
+        self.send(Told())
 
     def send(self, message: object) -> None:
         """The same to all."""
@@ -193,43 +195,61 @@ class Ranks:
         """End them all, and leave the group."""
         self.is_closing = True
         for worker in self.workers:
-            worker.ask_to_end()
+            worker.link.ask_to_end()
         for worker in self.workers:
-            try:
-                worker.process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                worker.end()
+            worker.link.wait()
         self.release()
         leave()
 
-    def _start(self, config: EngineConfig, rank: int) -> None:
-        worker = Worker(rank)
-        self.workers.append(worker)
-        watch = threading.Thread(
-            target=self._watch, args=(worker,), name=f"rank {rank}", daemon=True
-        )
+    def _let_in(self, config: EngineConfig, host: str) -> None:
+        def welcome(rank: int, where: str, connection: socket.socket) -> None:
+            with suppress(DeviceLost):  # whoever watches it tells
+                self._add(config, rank, f"rank {rank} at {where}", Connection(connection))
+
+        door = Door(self._store, host, self.size, welcome)
+        try:
+            with self._news:
+                self._news.wait_for(
+                    lambda: self.lost or len(self.workers) == self.size - 1, SECONDS_TO_COME
+                )
+        finally:
+            door.close()
+        if self.lost is not None:
+            raise ValueError(self.lost)
+        if door.awaited:
+            raise ValueError(f"ranks {sorted(door.awaited)} have not come in {SECONDS_TO_COME:g} s")
+
+    def _add(self, config: EngineConfig, rank: int, name: str, link: Link) -> None:
+        worker = Worker(name, link)
+        with self._news:
+            self.workers.append(worker)
+            self._news.notify_all()
+        watch = threading.Thread(target=self._watch, args=(worker,), name=name, daemon=True)
         watch.start()
-        start = Start(config, replace(self.seat, rank=rank), self._store.port)
+        # Prefixes are hashed by rank 0 alone, so the others need no key.
+        config = replace(config, prefix_hash_seed=None)
+        port = self._store.port if isinstance(self._store, TCPStore) else 0
+        start = Start(config, replace(self.seat, rank=rank), port)
         self._send(worker, msgspec.msgpack.encode(start))
 
     def _send(self, worker: Worker, data: bytes) -> None:
         try:
-            worker.commands.send_bytes(data)
+            worker.link.commands.send_bytes(data)
         except OSError as error:
-            raise DeviceLost(self.news() or f"rank {worker.rank}: {error}") from error
+            raise DeviceLost(self.news() or f"{worker.name}: {error}") from error
 
     def _watch(self, worker: Worker) -> None:
         try:
-            how = f"rank {worker.rank}: {worker.listen(self._news)}"
+            how = f"{worker.name}: {worker.listen(self._news)}"
         except Exception as error:
-            how = f"rank {worker.rank}: what it tells cannot be read: {error}"
+            how = f"{worker.name}: what it tells cannot be read: {error}"
         with self._news:
             first = self.lost is None and not self.is_closing
             if first:
                 self.lost = how
         if first:
             for other in self.workers:
-                other.process.kill()
+                other.link.kill()
         with self._news:
             self._news.notify_all()
         if first and self.on_loss is not None:
@@ -237,7 +257,14 @@ class Ranks:
         if first:
             # In the process of others nobody ends it: a step that waits must not do so for ever.
             abandon(self.mesh)
-        worker.process.wait()
+        worker.link.wait()
+
+
+def open_interfaces(config: EngineConfig) -> None:
+    """Before ranks start: a trainer may be on another machine, where loopback does not lead."""
+    if config.weight_transfer.backend == "nccl":
+        # Empty, NCCL chooses by itself.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
 
 
 def compare(own: Facts, other: Facts, who: str) -> None:

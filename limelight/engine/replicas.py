@@ -30,6 +30,7 @@ from limelight.orders import (
     Sleep,
     UnloadAdapter,
 )
+from limelight.parallel.torchrun import Torchrun
 from limelight.stats import EngineStats, ModelInfo
 from limelight.types import Output, Request, RequestError
 
@@ -48,8 +49,16 @@ class Replicas:
     together: all are started anew, which counts once. `ValueError` for GPUs that are too few.
     """
 
-    def __init__(self, config: EngineConfig, *, count: int = 1, restarts: int = 0):
-        self.restarts = restarts
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        count: int = 1,
+        restarts: int = 0,
+        torchrun: Torchrun | None = None,
+    ):
+        """`torchrun` is what has started the other ranks of the one engine, if it has."""
+        self.restarts, self.torchrun = restarts, torchrun
         self.places = _places(config, count)
         self.router: Router[int] = Router()
         self.shares_experts = count > 1 and config.enable_expert_parallel
@@ -262,7 +271,7 @@ class Replicas:
         circle = None
         if self._meeting is not None:
             circle = Circle(place, len(self.places), str(self._meeting))
-        return EngineClient(config, env, circle)
+        return EngineClient(config, env, circle, self.torchrun)
 
     def _move(self) -> None:
         """Have engines that share experts meet in a folder where no one has been."""

@@ -39,7 +39,6 @@ from limelight.engine.memory import (
     weight_kinds,
 )
 from limelight.engine.peers import Circle, Peers
-from limelight.engine.pipes import Told
 from limelight.engine.ranks import LeadingRunner, Ranks, all_devices, facts_of
 from limelight.engine.ready import load_models, make_ready
 from limelight.engine.routing import Routing
@@ -60,6 +59,7 @@ from limelight.ops.paging import FP8
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
+from limelight.parallel.torchrun import Torchrun
 from limelight.progress import Progress
 from limelight.quant.declared import Declared
 from limelight.quant.stored import Packing, Stored
@@ -230,26 +230,29 @@ def start_engine(
     *,
     on_loss: Callable[[str], None] | None = None,
     circle: Circle | None = None,
+    torchrun: Torchrun | None = None,
 ) -> Started:
     """Load the model and warm it up, with the other ranks where the config asks for some, and with
-    the engines of `circle`, which share its experts.
+    the engines of `circle`, which share its experts. `torchrun` tells of ranks that it has started.
 
     `ValueError` for what a user can mend. `mesh` is for one rank's part of a model alone. `on_loss`
     is called in another thread when another rank is lost, at the start or later.
     """
     found = resolve(config)
-    seat = Seat(size=config.tensor_parallel_size)
+    seat = Seat(size=config.tensor_parallel_size) if torchrun is None else torchrun.seat
     if circle is not None:
         seat = replace(seat, data_rank=circle.rank, data_size=circle.size)
     experts, load = expert_mesh(config, found, seat), load_file(config, seat)
     if seat.world_size == 1:
         return _start(config, found, plan_memory(config, found, mesh), mesh, progress)
     plan = plan_memory(config, found, experts=experts)
-    peers = store = None
+    peers = store = host = None
+    if torchrun is not None:
+        store, host = torchrun.store(), torchrun.host
     if circle is not None:
         peers = Peers(circle, on_loss)
         store = meet(peers, facts_of(plan, found.identity))
-    with Ranks.started(config, found.device, on_loss, seat, store) as ranks:
+    with Ranks.started(config, found.device, on_loss, seat, store, host) as ranks:
         plan = ranks.agree(plan, found.identity)
         mesh = ranks.join(found.shape.hidden_size, found.dtype)
         experts = joined(experts, mesh)
@@ -267,12 +270,13 @@ def start_runner(
     grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
     *,
     experts: ExpertMesh | None = None,
+    compiles: bool = True,
     compiled: Callable[[], object] = lambda: None,
 ) -> tuple[ModelRunner, Drafting | None]:
     """This rank's part of the model, loaded and warm, and what decides about drafts.
 
-    All ranks run the same steps here, in the same order, once kernels are compiled: of this rank 0
-    tells the others by `compiled`, in which they wait for it.
+    All ranks run the same steps here, in the same order, once kernels are compiled, which the rank
+    of each machine that `compiles` has done: in `compiled` all wait for that.
     """
     device = found.device
     if device.type == "cpu" and plan.weights < SMALL_MODEL:
@@ -282,7 +286,7 @@ def start_runner(
         cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // mesh.size))
     place = Placement(mesh, found.dtype, device, experts=experts)
-    with compiling(config, found, plan, mesh, experts) as wait:
+    with compiling(config, found, plan, mesh, experts, compiles=compiles) as wait:
         loaded = load_models(config, found, place, progress)
         wait(progress)
     compiled()
@@ -311,7 +315,7 @@ def _start(
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(
         config, found, plan, mesh, progress, grammars.of_request, experts=experts,
-        compiled=lambda: None if ranks is None else ranks.send(Told()),
+        compiled=lambda: None if ranks is None else ranks.go_on(),
     )  # fmt: skip
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
     devices = all_devices(config, runner, ranks)

@@ -1,7 +1,8 @@
 """A rank above 0: loads its share of the model and makes the steps that rank 0 plans.
 
 Rank 0 speaks over standard input, and when that closes this process ends; what it tells goes over
-what was standard output. See `engine/pipes.py`.
+what was standard output. Where torchrun has started the rank, both are one socket. See
+`engine/pipes.py`.
 """
 
 import gc
@@ -12,16 +13,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields, replace
 from io import FileIO
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from limelight.config import EngineConfig
 from limelight.engine.pipes import Agreed, Sender, Start, Told, Word, receive_bytes
 from limelight.orders import DeviceOrder
+from limelight.parallel.torchrun import Torchrun
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from limelight.runner.control import DeviceControl
 
 logger = logging.getLogger(__name__)
@@ -46,10 +53,18 @@ def beat(words: Sender) -> None:
     os._exit(1)
 
 
-def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> None:
-    """Start up beside the other ranks, then make step after step until the process is ended."""
+def work(
+    start: Start,
+    messages: "queue.SimpleQueue[bytes]",
+    words: Sender,
+    store: "Store | None" = None,
+) -> None:
+    """Start up beside the other ranks, then make step after step until the process is ended.
+
+    `store` is where all ranks meet, if not that of rank 0.
+    """
     from limelight.engine.experts import expert_mesh, joined
-    from limelight.engine.ranks import device_control, facts_of
+    from limelight.engine.ranks import device_control, facts_of, open_interfaces
     from limelight.engine.startup import plan_memory, resolve, start_runner
     from limelight.parallel.group import join, store_at, take_device
     from limelight.parallel.mesh import Mesh
@@ -57,21 +72,27 @@ def work(start: Start, messages: "queue.SimpleQueue[bytes]", words: Sender) -> N
 
     config, seat = start.config, start.seat
     found = resolve(config)
-    take_device(found.device, seat.rank, seat.size)
+    open_interfaces(config)
+    take_device(found.device, seat.local_rank, seat.local_size)
     experts = expert_mesh(config, found, seat)
     plan = plan_memory(config, found, Mesh(seat.rank, seat.size), experts)
     plan.check()
     words.send(Word(facts=facts_of(plan, found.identity)))
     agreed = msgspec.msgpack.decode(messages.get(), type=Agreed)
-    mesh = join(
-        store_at(start.port), found.device, seat,
-        width=found.shape.hidden_size, dtype=found.dtype,
-    )  # fmt: skip
+    store = store_at(start.port) if store is None else store
+    mesh = join(store, found.device, seat, width=found.shape.hidden_size, dtype=found.dtype)
     plan = plan.with_blocks(agreed.num_blocks)
     experts = joined(experts, mesh)
+
+    def compiled() -> None:
+        words.send(Word(is_compiled=True))
+        messages.get()
+
+    compiles = seat.local_rank == 0
     runner, _ = start_runner(
-        config, found, plan, mesh, Progress(quiet=True), experts=experts, compiled=messages.get
-    )
+        config, found, plan, mesh, Progress(quiet=True), experts=experts,
+        compiles=compiles, compiled=compiled,
+    )  # fmt: skip
     devices = device_control(config, runner)
     words.send(Word(is_ready=True))
     decoder = msgspec.msgpack.Decoder(Told)
@@ -100,16 +121,64 @@ def main() -> int:
     words = Sender(FileIO(os.dup(1), "w"))
     # Whatever a library prints must not come among the words.
     os.dup2(2, 1)
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    for target, arguments in ((read_all, (FileIO(0), messages)), (beat, (words,))):
-        threading.Thread(target=target, args=arguments, daemon=True).start()
+    messages = attend(FileIO(0), words)
     start = msgspec.msgpack.decode(messages.get(), type=Start)
+    log_as(start.seat.world_rank)
+    return until_lost(lambda: work(start, messages, words), words)
+
+
+def follow(config: EngineConfig, torchrun: Torchrun) -> int:
+    """Be a rank above 0 that torchrun has started, until rank 0 ends; `OSError` if there is none.
+
+    `config` must be that of rank 0.
+    """
+    log_as(torchrun.rank)
+    from limelight.engine.door import knock
+
+    store = torchrun.store()
+    reads, words = knock(store, torchrun.rank)
+    # torchrun passes signals on to all its processes, but rank 0 still has requests to end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    messages = attend(reads, words)
+    start = msgspec.msgpack.decode(messages.get(), type=Start)
+
+    def work_alike() -> None:
+        compare_flags(config, start.config)
+        work(replace(start, seat=torchrun.seat), messages, words, store)
+
+    return until_lost(work_alike, words)
+
+
+def compare_flags(config: EngineConfig, leading: EngineConfig) -> None:
+    """`ValueError` if rank 0 has been started otherwise; only that one has the key of prefixes."""
+    config = replace(config, prefix_hash_seed=None)
+    for item in fields(EngineConfig):
+        if getattr(config, item.name) != getattr(leading, item.name):
+            raise ValueError(
+                f"it has another {item.name} than rank 0: give all machines the same flags"
+            )
+
+
+def attend(pipe: FileIO, words: Sender) -> "queue.SimpleQueue[bytes]":
+    """What rank 0 sends from now on, while it gets signs of life."""
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    for target, arguments in ((read_all, (pipe, messages)), (beat, (words,))):
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+    return messages
+
+
+def log_as(rank: int) -> None:
+    """Say in each line whose it is."""
     logging.basicConfig(
-        level=logging.WARNING,
-        format=f"%(asctime)s %(levelname)s rank {start.seat.world_rank}: %(message)s",
+        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
     )
+
+
+def until_lost(work: Callable[[], None], words: Sender) -> int:
+    """Tell rank 0 what ends the work; the exit code."""
     try:
-        work(start, messages, words)
+        work()
     except ValueError as error:
         words.send(Word(fault=str(error)))
     except Exception as error:

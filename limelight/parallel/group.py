@@ -1,4 +1,4 @@
-"""The process group of the ranks of one machine, over a store on rank 0's loopback address."""
+"""The process group of all ranks, over a store on rank 0's loopback address, or torchrun's."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
@@ -21,7 +21,10 @@ SECONDS_TO_LEAVE = 5.0
 
 
 def take_device(device: torch.device, rank: int, size: int) -> None:
-    """Have `cuda` mean this rank's GPU; `ValueError` if there are fewer than ranks."""
+    """Have `cuda` mean this rank's GPU; `ValueError` if there are fewer than ranks.
+
+    `rank` and `size` are those of this machine.
+    """
     if device.type != "cuda":
         return
     if (count := torch.cuda.device_count()) < size:
@@ -48,7 +51,7 @@ def store_at(port: int) -> TCPStore:
     return TCPStore(HOST, port, is_master=False)
 
 
-def have_come(store: TCPStore, seat: Seat) -> bool:
+def have_come(store: Store, seat: Seat) -> bool:
     """Whether all ranks above 0 are about to join: rank 0 then need not wait for them long."""
     first = seat.data_rank * seat.size
     return bool(store.check([_arrival(first + rank) for rank in range(1, seat.size)]))
@@ -58,9 +61,7 @@ def _arrival(rank: int) -> str:
     return f"rank {rank} has come"
 
 
-def join(
-    store: TCPStore, device: torch.device, seat: Seat, *, width: int, dtype: torch.dtype
-) -> Mesh:
+def join(store: Store, device: torch.device, seat: Seat, *, width: int, dtype: torch.dtype) -> Mesh:
     """Wait for all ranks of the world; from then on tensors on `device` can be exchanged.
 
     `width` and `dtype` are those of the rows [T, D] that the layers of a group sum.
@@ -69,13 +70,13 @@ def join(
     store.set(_arrival(seat.world_rank), "")
     # What is summed here needs no multicast, whose set-up can fail where all else works.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    if sys.platform == "linux":
+    if sys.platform == "linux" and seat.is_on_one_machine:
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=seat.world_rank,
         world_size=seat.world_size,
-        device_id=torch.device("cuda", seat.rank) if on_gpu else None,
+        device_id=torch.device("cuda", seat.local_rank) if on_gpu else None,
     )  # fmt: skip
     if seat.size == 1 and seat.data_size > 1:
         return Mesh.single()
@@ -84,7 +85,13 @@ def join(
         starts = range(0, seat.world_size, seat.size)
         groups = [dist.new_group(list(range(first, first + seat.size))) for first in starts]
         group = groups[seat.data_rank]
-    return with_peers(Mesh(seat.rank, seat.size, group), width, dtype, device)
+    mesh = Mesh(seat.rank, seat.size, group)
+    if not seat.is_on_one_machine:
+        logger.info(
+            "sums over ranks go through %s: they are on several machines", dist.get_backend()
+        )
+        return mesh
+    return with_peers(mesh, width, dtype, device)
 
 
 def abandon(mesh: Mesh) -> None:

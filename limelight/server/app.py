@@ -21,11 +21,12 @@ from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
 from limelight.metrics import CONTENT_TYPE
+from limelight.parallel.torchrun import Torchrun
 from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
 from limelight.server.control import ControlRoutes
 from limelight.server.http import Call, read_body, until_gone
-from limelight.server.lifecycle import Life
+from limelight.server.lifecycle import SECONDS_TO_TELL, Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
 from limelight.server.openapi import describe
@@ -202,11 +203,13 @@ def _model(name: str, created: int, max_model_len: int) -> dict[str, object]:
     }
 
 
-def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def run(
+    engine_config: EngineConfig, server_config: ServerConfig, torchrun: Torchrun | None = None
+) -> int:
     """Serve until a signal or the engine's end; 0 after a signal, 1 after a failure.
 
-    The port is taken before anything is loaded. Raises `ValueError` for a taken port, a missing
-    model, or a broken tokenizer or template.
+    The port is taken before anything is loaded. With `torchrun` this is its rank 0. Raises
+    `ValueError` for a taken port, a missing model, or a broken tokenizer or template.
     """
     if engine_config.weight_transfer_config is not None and not server_config.enable_rl:
         raise ValueError("--weight-transfer-config needs --enable-rl, which lets trainers in")
@@ -222,14 +225,17 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             client = Replicas(
                 engine_config,
                 count=server_config.data_parallel_size, restarts=server_config.restart_engine,
+                torchrun=torchrun,
             )  # fmt: skip
             app = create_app(
                 client, texts.tokenizer, texts.template, server_config,
                 model=model, defaults=texts.defaults, form=texts.form, engine=engine_config,
             )  # fmt: skip
             life = Life(
-                client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout
-            )
+                client, app.state.lifecycle, seconds_to_drain=server_config.shutdown_timeout,
+                # The other machines have ended already, and torchrun waits for this one.
+                seconds_after_death=None if torchrun is None else SECONDS_TO_TELL,
+            )  # fmt: skip
             return await life.serve(app, sock, example(url, model, texts, server_config))
 
         with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:

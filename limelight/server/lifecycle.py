@@ -115,10 +115,19 @@ def _ending() -> Refused:
 class Life:
     """The server process from its first request to its exit code."""
 
-    def __init__(self, client: Served, lifecycle: Lifecycle, *, seconds_to_drain: float):
+    def __init__(
+        self,
+        client: Served,
+        lifecycle: Lifecycle,
+        *,
+        seconds_to_drain: float,
+        seconds_after_death: float | None = None,
+    ):
         self.client = client
         self.lifecycle = lifecycle
         self.seconds_to_drain = seconds_to_drain
+        after = SECONDS_AFTER_DEATH if seconds_after_death is None else seconds_after_death
+        self.seconds_after_death = after
         self.stopping = asyncio.Event()
 
     async def serve(self, app: ASGIApp, sock: socket.socket, example: str) -> int:
@@ -163,12 +172,14 @@ class Life:
                 print(f"limelight: ready; try\n  {example}", flush=True)
             await self._stopped_within(SECONDS_BETWEEN_LOOKS)
         await self.lifecycle.drain(self.seconds_to_drain)
-        return 0
+        # Whoever ends all because one rank has ended may be faster than the news of it.
+        status = self.client.status
+        return await self._mourn(status.detail, announced) if status.phase == "dead" else 0
 
     async def _mourn(self, detail: str, was_ready: bool) -> int:
         if was_ready:
             logger.error("the engine has died: %s", detail)
-            await self._stopped_within(SECONDS_AFTER_DEATH)
+            await self._stopped_within(self.seconds_after_death)
         else:
             logger.error("the engine did not start: %s", detail)
         return 1

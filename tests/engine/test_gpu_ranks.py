@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from limelight import LLM, SamplingParams
 from limelight.checkpoint import BUNDLED_NAMES
-from limelight.engine import ranks
+from limelight.engine import links
 from limelight.ops import boundary
 from limelight.ops.boundary import Partial, sum_add_rmsnorm, sum_sandwich
 from limelight.ops.norm import add_rmsnorm, sandwich
@@ -117,7 +117,7 @@ def test_a_hundred_thousand_rounds_give_the_bits_of_nccl_and_a_norm(rows, size):
 def through_nccl(monkeypatch) -> None:
     """Sums by a collective on both ranks."""
     monkeypatch.setattr(boundary, "MOST_BYTES", {})
-    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", THROUGH_NCCL))
+    monkeypatch.setattr(links, "PROGRAM", (sys.executable, "-c", THROUGH_NCCL))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -172,7 +172,7 @@ def test_a_rank_that_is_killed_ends_the_steps_of_the_other(way, monkeypatch):
         for _ in llm.stream(PROMPT, params):
             count += 1
             if count == 20:
-                worker.process.kill()
+                worker.link.process.kill()
                 start = time.monotonic()
     assert start is not None and time.monotonic() - start < 10
     llm.close()

@@ -6,7 +6,7 @@ from io import FileIO
 
 import pytest
 
-from limelight.engine.pipes import Sender, Word, receive
+from limelight.engine.pipes import Sender, Word, receive, receive_bytes
 
 
 @pytest.fixture
@@ -40,3 +40,10 @@ def test_a_sender_hears_that_no_one_reads(pipe):
     reader.close()
     with pytest.raises(OSError):
         Sender(writer).send(Word())
+
+
+def test_a_message_that_is_longer_than_agreed_is_not_read(pipe):
+    reader, writer = pipe
+    Sender(writer).send_bytes(b"12345")
+    with pytest.raises(ValueError, match="5 bytes is longer than 4"):
+        receive_bytes(reader, 4)

@@ -16,7 +16,7 @@ from test_constraints import Small
 from tiny import prompts, request, run, start, write_checkpoint
 
 from limelight.config import EngineConfig
-from limelight.engine import ranks
+from limelight.engine import links
 from limelight.engine.client import EngineClient, EngineDead
 from limelight.engine.startup import plan_memory, resolve
 from limelight.parallel import group
@@ -168,7 +168,7 @@ def test_sums_that_are_left_to_the_norms_come_to_the_same(tmp_path, monkeypatch,
     expected = answers(1)
     change = f"{inspect.getsource(with_peers)}\nimport limelight.parallel.group as group\n"
     text = OTHER.format(change=change + "group.with_peers = with_peers")
-    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", text))
+    monkeypatch.setattr(links, "PROGRAM", (sys.executable, "-c", text))
     monkeypatch.setattr(group, "with_peers", with_peers)
     assert answers(2) == expected
 
@@ -271,7 +271,7 @@ def test_each_rank_plans_for_its_share():
 )
 def test_a_rank_that_is_unlike_the_others_is_named(folder, monkeypatch, change, message):
     text = OTHER.format(change=change)
-    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", text))
+    monkeypatch.setattr(links, "PROGRAM", (sys.executable, "-c", text))
     with pytest.raises(ValueError, match=message):
         start(folder, tensor_parallel_size=2)
 
@@ -284,7 +284,7 @@ def test_a_rank_that_ends_at_its_start_ends_the_whole_start(folder, monkeypatch,
     change = (
         f"import {where}\ndef no(*a, **k): raise OSError('no disk')\ns.join = s.load_model = no"
     )
-    monkeypatch.setattr(ranks, "PROGRAM", (sys.executable, "-c", OTHER.format(change=change)))
+    monkeypatch.setattr(links, "PROGRAM", (sys.executable, "-c", OTHER.format(change=change)))
     with pytest.raises(DeviceLost, match="rank 1: OSError: no disk"):
         start(folder, tensor_parallel_size=2)
 
@@ -295,15 +295,15 @@ def test_a_lost_rank_ends_the_engine_in_process_and_another_can_start(folder):
     engine.add(request([1, 2, 3], max_tokens=400))
     for _ in range(5):
         engine.step()
-    worker.process.kill()
+    worker.link.process.kill()
     with pytest.raises(DeviceLost, match="rank 1"):
         for _ in range(400):
             engine.step()
     engine.close()
-    assert not alive(worker.process.pid)
+    assert not alive(worker.link.process.pid)
     again = start(folder, tensor_parallel_size=2)
     assert len(run(again, [request([1, 2, 3])])[0].token_ids) == 8
-    pid = again.runner.ranks.workers[0].process.pid
+    pid = again.runner.ranks.workers[0].link.process.pid
     again.close()
     assert not alive(pid)
 

@@ -22,7 +22,7 @@ import limelight.server.app as app
 from limelight.config import EngineConfig, ServerConfig
 
 engine = FakeEngine(lambda request: ids("x" * 50), slow=0.02, phase={phase!r})
-app.Replicas = lambda config, count, restarts: engine
+app.Replicas = lambda config, count, restarts, torchrun: engine
 code = app.run(EngineConfig(model={model!r}), ServerConfig(port={port}, api_key={keys!r}))
 assert engine.closed and "torch" not in sys.modules
 sys.exit(code)
