@@ -115,8 +115,8 @@ def test_strangers_are_refused_and_keep_no_rank_out(store, door, guests):
 
 
 def test_a_door_at_an_address_of_another_machine_is_refused_by_name(store):
-    with pytest.raises(ValueError, match=r"cannot listen on MASTER_ADDR 192\.0\.2\.1"):
-        Door(store, "192.0.2.1", 2, lambda *guest: None)
+    with pytest.raises(ValueError, match=r"cannot listen on MASTER_ADDR 198\.51\.100\.1"):
+        Door(store, "198.51.100.1", 2, lambda *guest: None)
 
 
 def test_machines_with_other_flags_are_told_which():
