@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from limelight.runner.control import DeviceControl
+    from limelight.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
@@ -97,9 +98,16 @@ def work(
     )  # fmt: skip
     devices = device_control(config, runner)
     words.send(Word(is_ready=True))
-    decoder = msgspec.msgpack.Decoder(Told)
     gc.collect()
     gc.freeze()
+    obey(runner, devices, messages)
+
+
+def obey(
+    runner: "ModelRunner", devices: "DeviceControl", messages: "queue.SimpleQueue[bytes]"
+) -> None:
+    """Make every step and carry out every order that comes, until the process is ended."""
+    decoder = msgspec.msgpack.Decoder(Told)
     while True:
         told = decoder.decode(messages.get())
         if told.plan is not None:
