@@ -8,13 +8,14 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 
 import msgspec
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from limelight.engine.pipes import Hello, Sender, ends_of, receive_bytes
 
@@ -23,20 +24,22 @@ KEY = "the door of rank 0"
 TOKEN_BYTES = 32
 MOST_BYTES_OF_HELLO = 256
 SECONDS_TO_KNOCK = 10.0
+SECONDS_BETWEEN_KNOCKS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the door is, and what opens it."""
+    """Where the door is, what opens it, and the part of the store where those behind it meet."""
 
     host: str
     port: int
     token: bytes
+    meeting: str
 
 
 class Door:
     """Lets each rank above 0 in once. `welcome` gets its rank, where it is and the connection, in
-    another thread."""
+    another thread. `store` is where they meet: torchrun's keeps what was said before a restart."""
 
     def __init__(
         self,
@@ -58,7 +61,9 @@ class Door:
         self.welcome = welcome
         self._lock = threading.Lock()
         self._guests: list[socket.socket] = []  # who have not said yet who they are
-        address = Address(host, self.listening.getsockname()[1], self.token)
+        port, meeting = self.listening.getsockname()[1], secrets.token_hex(8)
+        self.store = PrefixStore(meeting, store)
+        address = Address(host, port, self.token, meeting)
         store.set(KEY, msgspec.json.encode(address).decode())
         threading.Thread(target=self._open, name="door", daemon=True).start()
 
@@ -108,18 +113,25 @@ class Door:
         return hello.rank
 
 
-def knock(store: Store, rank: int) -> tuple[FileIO, Sender]:
-    """What comes from rank 0 and goes there, for another rank; it waits for rank 0 to start.
-    `OSError` if it cannot be had."""
-    try:
-        address = msgspec.json.decode(store.get(KEY), type=Address)
-    except RuntimeError as error:
-        raise OSError(f"rank 0 has not come: {error}"[:500]) from error
-    connection = socket.create_connection((address.host, address.port), SECONDS_TO_KNOCK)
+def knock(store: Store, rank: int) -> tuple[FileIO, Sender, Store]:
+    """What comes from rank 0 and goes there, for another rank, and where all ranks meet.
+
+    It waits for rank 0 to start, for which `store` must be there. `OSError` if it cannot be had.
+    """
+    connection = None
+    while connection is None:
+        try:
+            address = msgspec.json.decode(store.get(KEY), type=Address)
+        except RuntimeError as error:
+            raise OSError(f"rank 0 has not come: {error}"[:500]) from error
+        try:
+            connection = socket.create_connection((address.host, address.port), SECONDS_TO_KNOCK)
+        except ConnectionRefusedError:  # the door of a rank 0 before this one
+            time.sleep(SECONDS_BETWEEN_KNOCKS)
     connection.settimeout(None)
     reads, says = ends_of(connection)
     says.send(Hello(address.token, rank))
-    return reads, says
+    return reads, says, PrefixStore(address.meeting, store)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -207,6 +207,7 @@ class Ranks:
                 self._add(config, rank, f"rank {rank} at {where}", Connection(connection))
 
         door = Door(self._store, host, self.size, welcome)
+        self._store = door.store
         try:
             with self._news:
                 self._news.wait_for(

@@ -30,17 +30,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from limelight.runner.control import DeviceControl
+    from limelight.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_BEATS = 1.0
 
 
-def read_all(pipe: FileIO, messages: "queue.SimpleQueue[bytes]") -> None:
+def read_all(pipe: FileIO, messages: "queue.SimpleQueue[bytes]", last_words: str = "") -> None:
     """Pass on what rank 0 sends; when it is gone, leave at once, whatever is under way."""
     try:
         while (data := receive_bytes(pipe)) is not None:
             messages.put(data)
     finally:
+        if last_words:
+            logger.warning("%s", last_words)
         os._exit(1)
 
 
@@ -95,9 +98,16 @@ def work(
     )  # fmt: skip
     devices = device_control(config, runner)
     words.send(Word(is_ready=True))
-    decoder = msgspec.msgpack.Decoder(Told)
     gc.collect()
     gc.freeze()
+    obey(runner, devices, messages)
+
+
+def obey(
+    runner: "ModelRunner", devices: "DeviceControl", messages: "queue.SimpleQueue[bytes]"
+) -> None:
+    """Make every step and carry out every order that comes, until the process is ended."""
+    decoder = msgspec.msgpack.Decoder(Told)
     while True:
         told = decoder.decode(messages.get())
         if told.plan is not None:
@@ -135,12 +145,12 @@ def follow(config: EngineConfig, torchrun: Torchrun) -> int:
     log_as(torchrun.rank)
     from limelight.engine.door import knock
 
-    store = torchrun.store()
-    reads, words = knock(store, torchrun.rank)
+    reads, words, store = knock(torchrun.store(), torchrun.rank)
     # torchrun passes signals on to all its processes, but rank 0 still has requests to end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    messages = attend(reads, words)
+    # Whoever looks at this machine has seen nothing of rank 0.
+    messages = attend(reads, words, "rank 0 has ended, or ended this rank; its log says why")
     start = msgspec.msgpack.decode(messages.get(), type=Start)
 
     def work_alike() -> None:
@@ -160,10 +170,11 @@ def compare_flags(config: EngineConfig, leading: EngineConfig) -> None:
             )
 
 
-def attend(pipe: FileIO, words: Sender) -> "queue.SimpleQueue[bytes]":
-    """What rank 0 sends from now on, while it gets signs of life."""
+def attend(pipe: FileIO, words: Sender, last_words: str = "") -> "queue.SimpleQueue[bytes]":
+    """What rank 0 sends from now on, while it gets signs of life; `last_words` are logged when it
+    is gone."""
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    for target, arguments in ((read_all, (pipe, messages)), (beat, (words,))):
+    for target, arguments in ((read_all, (pipe, messages, last_words)), (beat, (words,))):
         threading.Thread(target=target, args=arguments, daemon=True).start()
     return messages
 

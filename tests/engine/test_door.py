@@ -57,10 +57,12 @@ def refused(address: Address, *sent: bytes) -> bool:
 def test_ranks_come_in_any_order_and_messages_go_both_ways(store, door, guests):
     found = {}
     for rank in (2, 1):
-        reads, says = knock(store_at(store.port), rank)
+        reads, says, meeting = knock(store_at(store.port), rank)
         came, where, connection = guests.get(timeout=5)
         link = Connection(connection)
         assert (came, where) == (rank, HOST)
+        door.store.set(f"to {rank}", "x")
+        assert meeting.get(f"to {rank}") == b"x"
         says.send(Word(is_ready=True))
         assert receive(link.words, Word) == Word(is_ready=True)
         link.commands.send_bytes(b"x" * 300_000)
@@ -72,11 +74,19 @@ def test_ranks_come_in_any_order_and_messages_go_both_ways(store, door, guests):
         assert receive_bytes(reads) is None
 
 
-def test_a_rank_waits_for_a_door_that_is_not_there_yet(store, guests):
+def test_a_rank_waits_for_a_door_that_is_not_there_yet_or_not_any_more(store, guests):
     knocking = threading.Thread(target=knock, args=(store_at(store.port), 1))
     knocking.start()
     door = Door(store, HOST, 2, lambda *guest: guests.put(guest))
     knocking.join(5)
+    assert guests.get(timeout=5)[0] == 1
+    door.close()
+    again = threading.Thread(target=knock, args=(store_at(store.port), 1))
+    again.start()
+    with pytest.raises(queue.Empty):
+        guests.get(timeout=0.5)
+    door = Door(store, HOST, 2, lambda *guest: guests.put(guest))
+    again.join(5)
     assert guests.get(timeout=5)[0] == 1
     door.close()
 
@@ -105,8 +115,8 @@ def test_strangers_are_refused_and_keep_no_rank_out(store, door, guests):
 
 
 def test_a_door_at_an_address_of_another_machine_is_refused_by_name(store):
-    with pytest.raises(ValueError, match=r"cannot listen on MASTER_ADDR 192\.0\.2\.1"):
-        Door(store, "192.0.2.1", 2, lambda *guest: None)
+    with pytest.raises(ValueError, match=r"cannot listen on MASTER_ADDR 198\.51\.100\.1"):
+        Door(store, "198.51.100.1", 2, lambda *guest: None)
 
 
 def test_machines_with_other_flags_are_told_which():
