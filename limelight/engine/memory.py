@@ -25,6 +25,9 @@ GIB = 2**30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 # A CPU's memory is shared with all else that runs there, so its cache is bounded by default.
 CPU_CACHE_LIMIT = 4 * GIB
+# Projections are kept unpacked too if that takes no more than this share of a GPU's memory.
+MOST_UNPACKED = 1 / 32
+UNPACKED = "attention, unpacked"
 KINDS = (
     ("embedding", re.compile(r"embed_tokens")),
     ("LM head", re.compile(r"lm_head")),
@@ -61,15 +64,9 @@ def weight_kinds(outline: Model) -> list[WeightKind]:
     ]
 
 
-# Projections are kept unpacked too if that takes no more than this share of a GPU's memory.
-MOST_UNPACKED = 1 / 32
-UNPACKED = "attention, unpacked"
-
-
 def unpacked_kinds(outline: Model, device: torch.device, dtype: torch.dtype) -> list[WeightKind]:
     """What is kept of NVFP4 projections beside them: one kind, or none."""
-    numbers = unpacked_numbers(outline)
-    nbytes = dtype.itemsize * numbers
+    nbytes = dtype.itemsize * unpacked_numbers(outline)
     if device.type != "cuda" or not 0 < nbytes <= MOST_UNPACKED * device_memory(device)[1]:
         return []
     return [WeightKind(UNPACKED, 0, nbytes, format=str(dtype).removeprefix("torch."))]

@@ -5,6 +5,7 @@ times the bytes, and unpacking it anew in each step more than either. The projec
 are few enough to be kept both ways. What both hold is the same, to the bit.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,41 +14,39 @@ from torch import nn
 
 from limelight.models.layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from limelight.ops.fp4 import FP4, unpack
-from limelight.ops.lora import Adapted, without_adapters
+from limelight.ops.lora import Adapted
+
+Projection = ColumnParallelLinear | RowParallelLinear
 
 
-def packed_projections(model: nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
-    """Those that are NVFP4, of the layers' attention."""
+def packed_projections(model: nn.Module) -> Iterator[tuple[Projection, FP4]]:
+    """Those of the layers' attention that are NVFP4, with their weights."""
     inner = {one for mlp in model.modules() if isinstance(mlp, SwiGLU) for one in mlp.modules()}
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module not in inner:
+        if isinstance(module, Projection) and module not in inner:
             held = module.weight
-            if isinstance(held.base if isinstance(held, Adapted) else held, FP4):
-                yield module
+            weight = held.base if isinstance(held, Adapted) else held
+            if isinstance(weight, FP4):
+                yield module, weight
 
 
 def unpacked_numbers(model: nn.Module) -> int:
     """How many numbers they have; the model may be an outline."""
-    shapes = [module.weight.shape for module in packed_projections(model)]
-    return sum(rows * columns for rows, columns in shapes)
+    return sum(math.prod(weight.shape) for _, weight in packed_projections(model))
 
 
 def keep_unpacked(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep them unpacked in `dtype`; those that are kept already are made anew where they lie."""
-    for module in packed_projections(model):
-        held = module.weight
-        weight = without_adapters(held)
-        assert isinstance(weight, FP4)
+    for module, weight in packed_projections(model):
         values_NK = unpack(weight.codes, weight.scales, dtype=dtype)
         if weight.values is not None:
             weight.values.copy_(values_NK)
             continue
-        kept = replace(weight, values=values_NK)
+        held, kept = module.weight, replace(weight, values=values_NK)
         module.weight = replace(held, base=kept) if isinstance(held, Adapted) else kept
 
 
 def kept_unpacked(model: nn.Module) -> list[torch.Tensor]:
     """The values of those that are kept."""
-    weights = [without_adapters(module.weight) for module in packed_projections(model)]
-    values = [weight.values for weight in weights if isinstance(weight, FP4)]
+    values = [weight.values for _, weight in packed_projections(model)]
     return [held_NK for held_NK in values if held_NK is not None]

@@ -19,10 +19,9 @@ def test_projections_of_attention_are_kept_bit_for_bit():
     runner = opened().engine.runner
     assert not kept_unpacked(runner.model)
     keep_unpacked(runner.model, torch.float32)
-    modules = list(packed_projections(runner.model))
-    assert len(modules) == 2 * runner.model.config.num_layers == len(kept_unpacked(runner.model))
-    for module in modules:
-        weight = module.weight
+    weights = [weight for _, weight in packed_projections(runner.model)]
+    assert len(weights) == 2 * runner.model.config.num_layers == len(kept_unpacked(runner.model))
+    for weight in weights:
         assert torch.equal(
             weight.values, unpack.reference(weight.codes, weight.scales, dtype=torch.float32)
         )
@@ -42,9 +41,8 @@ def test_they_leave_with_the_weights_and_are_made_anew():
 
 def test_a_gpu_keeps_them_if_they_take_little_of_its_memory(monkeypatch):
     model, gpu = opened().engine.runner.model, torch.device("cuda")
-    numbers = sum(
-        module.weight.shape[0] * module.weight.shape[1] for module in packed_projections(model)
-    )
+    shapes = [weight.shape for _, weight in packed_projections(model)]
+    numbers = sum(rows * columns for rows, columns in shapes)
     for total, kept in ((64 * numbers, True), (64 * numbers - 1, False)):
         monkeypatch.setattr(memory, "device_memory", lambda device, total=total: (total, total))
         kinds = memory.unpacked_kinds(model, gpu, torch.bfloat16)
