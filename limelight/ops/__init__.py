@@ -114,7 +114,10 @@ ROOMY = (9, 10)
 
 
 def stages(tensor: torch.Tensor, count: int) -> int:
-    """How many tiles a loop copies ahead: `count`, or half as many on a device with less room."""
+    """How many tiles a loop copies ahead: `count`, half as many of FP32, and half as many on a
+    device with less room."""
+    if tensor.itemsize == 4:
+        count = fewer_stages(count)
     roomy = not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] in ROOMY
     return count if roomy else fewer_stages(count)
 

@@ -319,6 +319,8 @@ TILES = {
 
 # Where rows must not depend on their number, as if there were so many pairs an expert.
 EACH_WHERE_INVARIANT = 48
+# Of FP32, which the matrix units do not take: larger tiles than those for so many spill.
+MOST_EACH_FP32 = 8
 
 # Of NVFP4 weights that are decoded as they are read, up to so many pairs of an expert on average.
 # Unpacked ones move eight times the bytes, once for all pairs.
@@ -465,6 +467,8 @@ def outputs(
         tile = fitted(by_size(FP4_TILES, each), y_TD)
         blocks = sort_pairs(ids_TN, experts, tile["BLOCK_M"], absent=absent)
         return _decoding(y_TD, *weights, blocks, tile, count, fp32)
+    if y_TD.dtype == torch.float32:
+        each = min(each, MOST_EACH_FP32)
     block_m, *tiles = by_size(TILES, each)
     blocks = sort_pairs(ids_TN, experts, block_m, absent=absent)
     fit = (fitted(tiles[0], y_TD), fitted(tiles[1], y_TD))

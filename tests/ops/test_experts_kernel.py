@@ -1,5 +1,7 @@
 """The experts' kernels against their reference, in the interpreter and on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from ahead import Case, meta
@@ -29,20 +31,24 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def compile_cases() -> list[Case]:
     cases = []
-    for rows in [1, 4, 9, 130, 1000, 2048, 16384]:
+    sizes = [(rows, torch.bfloat16) for rows in [1, 4, 9, 130, 1000, 2048, 16384]]
+    # FP32 takes twice as much shared memory.
+    sizes += [(rows, torch.float32) for rows in (130, 16384)]
+    for rows, dtype in sizes:
+        of = partial(meta, dtype=dtype)
         for size, experts, count, width, shared, fp32, scale in (m[1:] for m in MODELS[::9]):
-            wide = (meta(2 * shared, size), meta(size, shared)) if shared else (None, None)
+            wide = (of(2 * shared, size), of(size, shared)) if shared else (None, None)
             tensors = (
-                meta(rows, size), meta(experts, 2 * width, size), meta(experts, size, width),
+                of(rows, size), of(experts, 2 * width, size), of(experts, size, width),
                 meta(rows, count, dtype=torch.float32), meta(rows, count, dtype=torch.int64),
             )  # fmt: skip
             cases.append(
                 Case(
-                    f"moe T{rows} D{size}",
+                    f"moe T{rows} D{size} {dtype}",
                     lambda a=(*tensors, *wide), o=(fp32, scale): moe.kernel(
                         *a, fp32=o[0], scale=o[1]
                     ),
-                    decode=rows <= 130,
+                    decode=rows <= 130 and dtype == torch.bfloat16,
                 )
             )
     return cases
