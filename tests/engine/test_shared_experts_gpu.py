@@ -28,7 +28,10 @@ WAYS = {
 
 
 async def answers(model: str, count: int, **config) -> list[Answer]:
-    settings = {"device": "cuda", "max_num_seqs": 16, "speculative_config": NO_DRAFTS} | config
+    settings = {
+        "device": "cuda", "max_num_seqs": 16, "speculative_config": NO_DRAFTS,
+        "kv_cache_memory_bytes": 2**28,
+    } | config  # fmt: skip
     front = Replicas(EngineConfig(model=model, **settings), count=count)
     asked = [
         request(p, max_tokens=40, logprobs=None, prompt_logprobs=0 if i % 2 else None)
