@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from limelight.types import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class StepPlan:
     """One step of the engine; with no token ids but admissions', so it can be made a step early.
 
     The `moves` of adapters come first of all. With `drafts` it ends with drafts for the next; all
-    those it has itself are verified, or what `trim` leaves of them.
+    those it has itself are verified, or what `trim` leaves of them. If `timed`, its parts are.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -90,11 +93,24 @@ class StepPlan:
     drafts: bool = False
     together: Together | None = None
     moves: list[AdapterMove] = field(default_factory=list)
+    timed: bool = False
+
+    @property
+    def tells_of_drafts(self) -> bool:
+        """Whether its result tells anything about drafts, or about what they cost."""
+        return self.timed or self.drafts or self.trim is not None
 
     @property
     def num_read(self) -> int:
         """Tokens of all its sequences, those of this step among them."""
         return sum(grant.start + grant.num_tokens for grant in self.grants)
+
+    @property
+    def gives_blocks(self) -> bool:
+        """Whether a sequence has a block of the cache that it did not have in the step before."""
+        return bool(self.admissions) or any(
+            blocks for grant in self.grants for _, blocks in grant.tables
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -133,8 +149,7 @@ class Sampled:
     goes. `error` (what failed) and `refused` (what is wrong with the request) end this sequence
     alone. With `is_whole` no token follows: the constraint is fulfilled and lets nothing follow.
 
-    `num_accepted` of `num_verified` drafts stood, and come first in `token_ids`; `odds` are the log
-    odds of the drafts that were made for the next step, by place.
+    `num_accepted` of `num_verified` drafts stood, and come first in `token_ids`.
     """
 
     slot: int
@@ -146,7 +161,15 @@ class Sampled:
     is_whole: bool = False
     num_verified: int = 0
     num_accepted: int = 0
-    odds: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts that a step made for the next one: of these slots, with these log odds by place, FP32
+    [slots, N]."""
+
+    slots: list[int]
+    odds_BN: "np.ndarray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +186,8 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One `Sampled` for each grant of the plan, in its order; times where drafts depend on them."""
+    """One `Sampled` for each grant of the plan, in its order; new drafts; times if asked for."""
 
     sampled: list[Sampled]
+    drafted: Drafted | None = None
     times: StepTimes | None = None

@@ -171,7 +171,8 @@ class Cache:
         positions_T = torch.arange(first, first + len(taps_TF), device=self.device)
         lens_B = torch.zeros(self.count, dtype=torch.int32, device=self.device)
         paged = self.paged(self.slots(sequence, positions_T), lens_B)
-        self.model.fill(taps_TF, positions_T, paged)
+        slots = [paged.layouts[group].slots_T for group in paged.group_of_layer]
+        self.model.fill(taps_TF, positions_T, slots, paged.caches)
 
     def blocks(self, contexts: list[int | None], rows: int, limit: int = 2**30) -> PagedBlocks:
         """A block behind each sequence's context; None is padding."""

@@ -97,7 +97,10 @@ def rates(accepted_at: Iterable[int], verified_at: Iterable[int]) -> Iterator[fl
 
 
 def parts(times: list[StepTimes]) -> dict[str, object]:
-    """How long the target and the drafter took in each step, and the drafter's share of both."""
+    """How long the target and the drafter took in each step that was timed, and the drafter's share
+    of both."""
+    if not times:
+        return {"drafting_steps": 0}
     drafting = [one.draft_ms for one in times if one.draft_ms is not None]
     row: dict[str, object] = {"forward_ms": spread([one.verify_ms for one in times])}
     if drafting:

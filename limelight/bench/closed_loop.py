@@ -101,6 +101,7 @@ def watch(engine: Engine, requests: Iterator[Request], *, clients: int, count: i
             last = now
             if engine.drafting is not None and engine.drafting.times is not None:
                 times.append(engine.drafting.times)
+                engine.drafting.times = None
         return Window(loop.done, loop.tokens - tokens, seconds, before, engine.stats(), times)
     finally:
         loop.close()

@@ -1,4 +1,4 @@
-"""How likely drafts are to be accepted, learned from what became of them. NumPy, no torch.
+"""What became of drafts, and how likely they are to be accepted by that. NumPy, no torch.
 
     p = sigmoid(slope * f + intercept_n)    S_n = p_0 * ... * p_n
 
@@ -8,9 +8,12 @@ logistic likelihood, each of the newest labels' gradient over a curvature that f
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+
+from limelight.stats import SpeculationStats
 
 # Typical of drafters before anything is known of this one.
 SLOPE, INTERCEPT = 0.5, -0.2
@@ -25,7 +28,45 @@ MOST_MOVE = 2.0  # of a parameter at once, beyond which the likelihood is no par
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-np.clip(x, -60, 60)))
+    return 1 / (1 + np.exp(-np.minimum(np.maximum(x, -60), 60)))
+
+
+class Counts:
+    """What became of drafts since the start."""
+
+    def __init__(self, num_drafts: int):
+        self.num_drafts = num_drafts
+        self.steps = self.drafted = self.offered = self.verified = self.accepted = 0
+        # Verifications of a sequence by how many of its drafts were verified, and how many stood.
+        self.verified_of: Counter[int] = Counter()
+        self.accepted_of: Counter[int] = Counter()
+
+    def settled(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Of sequences with drafts, how many were verified and how many stood."""
+        self.verified_of.update(verified)
+        self.accepted_of.update(accepted)
+        self.steps += len(verified) - verified.count(0)
+        self.verified += sum(verified)
+        self.accepted += sum(accepted)
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            steps=self.steps,
+            drafted=self.drafted,
+            offered=self.offered,
+            verified=self.verified,
+            accepted=self.accepted,
+            verified_at=self._at(self.verified_of),
+            accepted_at=self._at(self.accepted_of),
+        )
+
+    def _at(self, each: Counter[int]) -> list[int]:
+        """Drafts by place: all who have more than so many have one there."""
+        at, above = [0] * self.num_drafts, 0
+        for place in reversed(range(self.num_drafts)):
+            above += each[place + 1]
+            at[place] = above
+        return at
 
 
 class Acceptance:
@@ -47,12 +88,19 @@ class Acceptance:
     def survival(self, odds_XN: np.ndarray) -> np.ndarray:
         """S of drafts with these log odds, [..., N]; 0 from the first that is not a number on."""
         p_XN = _sigmoid(self.slope * odds_XN + self.intercepts_N)
-        return np.nan_to_num(p_XN, nan=0.0).cumprod(axis=-1)
+        p_XN[p_XN != p_XN] = 0.0
+        return p_XN.cumprod(axis=-1)
 
     def observe(
-        self, odds_BN: np.ndarray, verified: Sequence[int], accepted: Sequence[int]
+        self,
+        odds_BN: np.ndarray,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        *,
+        steps: int = 1,
     ) -> None:
-        """What became of a step's drafts: of each sequence's first `verified`, `accepted` stood.
+        """What became of the drafts of some steps: of each sequence's first `verified`, `accepted`
+        stood.
 
         A draft behind one that was refused has no label.
         """
@@ -69,11 +117,9 @@ class Acceptance:
         self.pull_slope += float((error_BN * odds_BN).sum())
         self.pull_N += error_BN.sum(axis=0)
         labels = int(seen_BN.sum())
-        self.steps, self.labels, self.total = (
-            self.steps + 1,
-            self.labels + labels,
-            self.total + labels,
-        )
+        self.steps += steps
+        self.labels += labels
+        self.total += labels
         if self.steps >= STEPS or self.labels >= LABELS:
             self.fit()
 

@@ -6,6 +6,7 @@ the largest graph times lie on lines between the points.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ class StepCost:
         if not (np.isfinite(times_CP).all() and (times_CP > 0).all()):
             raise ValueError("a table of step times needs numbers above 0: measure it again")
         self.graphs = graphs
+        self._points, self._contexts = self.points_P.tolist(), self.contexts_C.tolist()
+        self._first_without_graph = bisect_right(self._points, graphs)
+        self._octaves_P = np.log2(np.maximum(self.points_P, 1))
         self.log_CP = np.log(times_CP)
         self.visits_CP = np.zeros_like(times_CP)
         self.spread = SPREAD
@@ -71,7 +75,7 @@ class StepCost:
     def ms(self, rows: int | np.ndarray, context: int) -> np.ndarray:
         """Of steps with these rows, as FP64 of their shape."""
         rows_X = np.asarray(rows)
-        (low, high), share = self._between(self.contexts_C, context)
+        (low, high), share = _between(self._contexts, context)
         curve_P = self.times_CP[low] * (1 - share) + self.times_CP[high] * share
         climb = self.climbs_C[low] * (1 - share) + self.climbs_C[high] * share
         # Behind the last context the lines of different rows may cross.
@@ -83,6 +87,15 @@ class StepCost:
         beyond_X = beyond_X + climb * np.maximum(rows_X - self.points_P[-1], 0)
         return np.where((rows_X <= self.graphs) & (first > 0), curve_P[at_X], beyond_X)
 
+    def of_one(self, rows: int, context: int) -> float:
+        """Of a step with so many rows."""
+        inside = rows <= self._points[-1] and context <= self._contexts[-1]
+        if not inside:  # where lines of different rows may cross
+            return float(self.ms(rows, context))
+        return float(
+            sum(self.times_CP[c, p] * weight for c, p, weight in self._near(rows, context))
+        )
+
     def __str__(self) -> str:
         """A line for each context, with the time of each number of rows."""
         return "\n".join(
@@ -91,72 +104,79 @@ class StepCost:
             for context, times in zip(self.contexts_C, self.times_CP, strict=True)
         )
 
-    @property
-    def _first_without_graph(self) -> int:
-        return int(np.searchsorted(self.points_P, self.graphs, side="right"))
-
     def observe(self, rows: int, context: int, ms: float) -> None:
         """Correct the points around a step by the time that it took; outliers count little."""
         if not (math.isfinite(ms) and ms > 0):
             return
-        weight_CP = self._weights(rows, context)
-        expected = float((np.exp(self.log_CP) * weight_CP).sum())
+        near = self._near(rows, context)
+        expected = sum(math.exp(self.log_CP[c, p]) * weight for c, p, weight in near)
         # Off the grid the nearest points take the blame in proportion.
-        inside = min(rows, int(self.points_P[-1])), min(context, int(self.contexts_C[-1]))
-        expected *= float(self.ms(rows, context) / self.ms(*inside))
+        inside = min(rows, self._points[-1]), min(context, self._contexts[-1])
+        if inside != (rows, context):
+            expected *= self.of_one(rows, context) / self.of_one(*inside)
         off = math.log(ms / expected)
         far = OUTLIER * self.spread
         self.spread += WIDENING * (min(abs(off), 2 * far) - self.spread)
         self.spread = max(self.spread, LEAST_SPREAD)
-        off = max(-far, min(far, off))
-        near_CP = weight_CP > 0
-        rate_CP = np.maximum(RATE / (1 + self.visits_CP), LEAST_RATE)
-        rate = float((rate_CP * weight_CP).sum())
-        octaves_P = np.abs(np.log2(np.maximum(self.points_P, 1) / max(rows, 1)))
-        elsewhere_CP = rate * np.exp(-octaves_P / REACH) / (1 + self.visits_CP)
-        elsewhere_CP = np.where(near_CP, 0.0, elsewhere_CP)
-        self.log_CP += off * (rate_CP * weight_CP / weight_CP.max() + elsewhere_CP)
-        self.visits_CP += weight_CP
+        self._move(near, rows, max(-far, min(far, off)))
+
+    def _move(self, near: list[tuple[int, int, float]], rows: int, off: float) -> None:
+        """Correct the points `near` a step by `off`, and less those that were hardly ever seen."""
+        rates = [max(RATE / (1 + self.visits_CP[c, p]), LEAST_RATE) for c, p, _ in near]
+        values = [self.log_CP[c, p] for c, p, _ in near]
+        rate = sum(rate * weight for rate, (_, _, weight) in zip(rates, near, strict=True))
+        octaves_P = np.abs(self._octaves_P - math.log2(max(rows, 1)))
+        self.log_CP += off * rate * np.exp(-octaves_P / REACH) / (1 + self.visits_CP)
+        most = max(weight for _, _, weight in near)
+        for (c, p, weight), value, own in zip(near, values, rates, strict=True):
+            self.log_CP[c, p] = value + off * own * weight / most
+            self.visits_CP[c, p] += weight
         self._smooth()
 
     def _smooth(self) -> None:
         trust_CP = 1 + np.minimum(self.visits_CP, MOST_TRUST)
-        rising = [
-            _rising(log_P, trust_P) for log_P, trust_P in zip(self.log_CP, trust_CP, strict=True)
-        ]
-        self.times_CP = np.maximum.accumulate(np.exp(np.stack(rising)), axis=0)
+        rising_CP = self.log_CP.copy()
+        for c in np.flatnonzero((np.diff(rising_CP) < 0).any(axis=1)):
+            rising_CP[c] = _rising(rising_CP[c], trust_CP[c])
+        self.times_CP = np.maximum.accumulate(np.exp(rising_CP), axis=0)
         if len(self.points_P) > 1:
-            climbs_C = np.diff(self.times_CP[:, -2:])[:, 0] / np.diff(self.points_P[-2:])
+            width = self._points[-1] - self._points[-2]
+            climbs_C = (self.times_CP[:, -1] - self.times_CP[:, -2]) / width
         else:
-            climbs_C = self.times_CP[:, 0] / max(int(self.points_P[0]), 1)
+            climbs_C = self.times_CP[:, 0] / max(self._points[0], 1)
         self.climbs_C = np.maximum.accumulate(climbs_C)  # a row behind the last point
 
-    def _weights(self, rows: int, context: int) -> np.ndarray:
-        """The share that each point of the grid has in a step."""
-        weight_C, weight_P = np.zeros(len(self.contexts_C)), np.zeros(len(self.points_P))
-        (low, high), share = self._between(self.contexts_C, context)
-        share = min(share, 1.0)
-        weight_C[low] += 1 - share
-        weight_C[high] += share
-        first = self._first_without_graph
+    def _near(self, rows: int, context: int) -> list[tuple[int, int, float]]:
+        """The points of the grid that a step lies at or between, and the share of each."""
+        first, last = self._first_without_graph, len(self._points) - 1
         if rows <= self.graphs and first > 0:
-            weight_P[min(int(np.searchsorted(self.points_P, rows)), first - 1)] = 1.0
+            at = min(bisect_left(self._points, rows), first - 1)
+            points = [(at, 1.0)]
         else:
-            first = min(first, len(self.points_P) - 1)
-            (low, high), share = self._between(self.points_P[first:], rows)
-            share = min(share, 1.0)
-            weight_P[first + low] += 1 - share
-            weight_P[first + high] += share
-        return weight_C[:, None] * weight_P
+            points = _shares(self._points, rows, first=min(first, last))
+        return [
+            (c, p, share * part)
+            for c, share in _shares(self._contexts, context)
+            for p, part in points
+        ]
 
-    @staticmethod
-    def _between(axis: np.ndarray, value: int) -> tuple[tuple[int, int], float]:
-        """The points around a value and its share of the second; above 1 behind the last."""
-        if len(axis) == 1 or value <= axis[0]:
-            return (0, 0), 0.0
-        high = min(int(np.searchsorted(axis, value)), len(axis) - 1)
-        low = high - 1
-        return (low, high), float((value - axis[low]) / (axis[high] - axis[low]))
+
+def _between(axis: list[int], value: int, first: int = 0) -> tuple[tuple[int, int], float]:
+    """The points around a value, none before the `first`, and its share of the second; above 1
+    behind the last."""
+    last = len(axis) - 1
+    if first == last or value <= axis[first]:
+        return (first, first), 0.0
+    high = min(bisect_left(axis, value), last)
+    return (high - 1, high), (value - axis[high - 1]) / (axis[high] - axis[high - 1])
+
+
+def _shares(axis: list[int], value: int, first: int = 0) -> list[tuple[int, float]]:
+    """The same as each point's share; behind the last it has all."""
+    (low, high), share = _between(axis, value, first)
+    share = min(share, 1.0)
+    each = [(low, 1.0 - share), (high, share)]
+    return [(at, part) for at, part in each if part > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +186,11 @@ class StepCosts:
     steps: Mapping[StepKind, StepCost]
     drafting: StepCost
 
-    def step_ms(self, kind: StepKind, rows: int | np.ndarray, context: int) -> np.ndarray:
-        return self.steps[kind].ms(rows, context)
+    def step_ms(self, kind: StepKind, rows: int, context: int) -> float:
+        return self.steps[kind].of_one(rows, context)
 
     def draft_ms(self, sequences: int) -> float:
-        return float(self.drafting.ms(sequences, 0))
+        return self.drafting.of_one(sequences, 0)
 
     def observe(self, times: StepTimes) -> None:
         """Correct what a step like this one is thought to take."""

@@ -5,14 +5,14 @@ its budget: a budget that knew it would choose among drafts by what they are (`o
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
+from itertools import compress
+from operator import attrgetter
 
 from limelight.engine.speculation import AllDrafts, Load, Speculation
 from limelight.stats import SpeculationStats
-from limelight.steps import Grant, Sampled, StepPlan, StepTimes
+from limelight.steps import Drafted, Grant, Sampled, StepPlan, StepResult, StepTimes
 
 logger = logging.getLogger(__name__)
 # Of so many verified drafts a drafter that fits its target gets more than this share accepted.
@@ -25,62 +25,65 @@ class Drafting:
     def __init__(self, policy: AllDrafts | Speculation, *, synthetic: bool = False):
         """With `synthetic` drafts stand at rates that were told, which the figures must say."""
         self.policy, self.synthetic = policy, synthetic
-        self.times: StepTimes | None = None  # of the last step that has ended
-        self.odds: dict[int, list[float]] = {}  # of the drafts that wait in each slot
-        self.untold: dict[int, list[float]] = {}
+        self.times: StepTimes | None = None  # of the last step that was timed
+        self.waiting: Drafted | None = None  # drafts of the last step that was heard of
+        self.untold: Drafted | None = None  # the same, until the policy has heard of them
+        # Sequences of the last step, if it was without drafts in every way.
+        self.quiet: int | None = None
         self.verified = self.accepted = 0
         self.told = False  # whether it is known if the drafter fits
 
     def decide(self, plan: StepPlan) -> StepPlan:
         """The plan, and what becomes of its drafts."""
+        if len(plan.grants) == self.quiet and not plan.admissions and self.policy.goes_on_resting():
+            return plan
         for admission in plan.admissions:
             self.policy.forget(admission.slot)
-            self.untold.pop(admission.slot, None)
-        sampling = [grant for grant in plan.grants if grant.samples]
-        decision = self.policy.choose(
-            Load(
-                slots=[grant.slot for grant in sampling],
-                drafts=[grant.num_drafts for grant in sampling],
-                rows=sum(grant.num_tokens - grant.num_drafts for grant in plan.grants),
-                context=plan.num_read,
-            )
-        )
-        if self.untold:
-            self.policy.drafted(list(self.untold), np.array(list(self.untold.values())))
-            self.untold = {}
-        trim = self.policy.trim(decision.budget)
-        return replace(plan, trim=trim, drafts=decision.drafts)
+        load = load_of(plan.grants)
+        decision = self.policy.choose(load)
+        if self.untold is not None:
+            # Who takes a slot has nothing to do with the drafts that were made for it.
+            admitted = {admission.slot for admission in plan.admissions}
+            untold = _of(self.untold, set(self.untold.slots) - admitted)
+            if untold.slots:
+                self.policy.drafted(untold.slots, untold.odds_BN)
+            self.untold = None
+        offered = any(load.drafts)
+        trim = self.policy.trim(decision.budget) if offered else None
+        loud = offered or decision.drafts or decision.timed
+        self.quiet = None if loud else len(plan.grants)
+        return replace(plan, trim=trim, drafts=decision.drafts, timed=decision.timed)
 
-    def learn(
-        self,
-        results: Iterable[tuple[Grant, Sampled]],
-        going_on: Collection[int],
-        times: StepTimes | None,
-    ) -> None:
+    def learn(self, settled: Sequence[Sampled], going_on: set[int], result: StepResult) -> None:
         """What came of a step's sequences; those in the slots `going_on` have not ended."""
-        results = [(grant, sampled) for grant, sampled in results if grant.samples]
-        tried = [one for grant, one in results if grant.num_drafts and grant.slot in self.odds]
-        if tried:
-            self.policy.settled(
-                [one.slot for one in tried],
-                np.array([self.odds[one.slot] for one in tried]),
-                [one.num_verified for one in tried],
-                [one.num_accepted for one in tried],
-            )
-        for _, sampled in results:
-            self.odds.pop(sampled.slot, None)
-            if sampled.odds is not None and sampled.slot in going_on:
-                self.odds[sampled.slot] = self.untold[sampled.slot] = sampled.odds
-        self.times = times
-        if times is not None:
-            self.policy.timed(times)
-        if not self.told:
-            self._watch(tried)
+        if result.times is not None:
+            self.times = result.times
+            self.policy.timed(result.times)
+        if self.waiting is not None and settled:
+            self._tell(self.waiting, settled)
+        self.waiting = self.untold = None
+        if result.drafted is not None:
+            self.waiting = self.untold = _of(result.drafted, going_on)
+        if not going_on:  # there is time for it, and figures are looked at when all is done
+            self.policy.learn()
 
-    def _watch(self, tried: list[Sampled]) -> None:
+    def _tell(self, waited: Drafted, settled: Sequence[Sampled]) -> None:
+        """What became of the drafts that waited for a step, which are verified in it or never."""
+        slots, verified, accepted = all_of(settled, "slot", "num_verified", "num_accepted")
+        odds_BN = waited.odds_BN
+        if slots != waited.slots:
+            rows = dict(zip(waited.slots, range(len(waited.slots)), strict=True))
+            there = [slot in rows for slot in slots]
+            odds_BN = odds_BN[[rows[slot] for slot in compress(slots, there)]]
+            verified, accepted = (list(compress(each, there)) for each in (verified, accepted))
+        self.policy.settled(odds_BN, verified, accepted)
+        if not self.told:
+            self._watch(sum(verified), sum(accepted))
+
+    def _watch(self, verified: int, accepted: int) -> None:
         """Say so if hardly a draft is accepted: the text is right, and all drafting in vain."""
-        self.verified += sum(one.num_verified for one in tried)
-        self.accepted += sum(one.num_accepted for one in tried)
+        self.verified += verified
+        self.accepted += accepted
         if self.verified < TELLING:
             return
         self.told = True
@@ -92,4 +95,29 @@ class Drafting:
 
     def stats(self) -> SpeculationStats:
         """What the policy knows, and whether any of it is true of the models."""
-        return replace(self.policy.stats(), synthetic=self.synthetic)
+        stats = self.policy.stats()
+        return replace(stats, synthetic=True) if self.synthetic else stats
+
+
+def load_of(grants: Sequence[Grant]) -> Load:
+    """What a policy is told of a step."""
+    samples, slots, drafts = all_of(grants, "samples", "slot", "num_drafts")
+    tokens, starts = map(sum, all_of(grants, "num_tokens", "start"))
+    rows = tokens - sum(drafts)
+    if not all(samples):
+        slots, drafts = (list(compress(each, samples)) for each in (slots, drafts))
+    return Load(slots, drafts, rows, starts + tokens)
+
+
+def all_of(each: Sequence[Grant] | Sequence[Sampled], *names: str) -> list[list[int]]:
+    """A list of each of these facts: with many sequences a step is no longer than some passes over
+    them, and this is the fastest one."""
+    return [list(map(attrgetter(name), each)) for name in names]
+
+
+def _of(drafted: Drafted, slots: set[int]) -> Drafted:
+    """Those in some slots alone."""
+    if slots.issuperset(drafted.slots):
+        return drafted
+    kept = [i for i, slot in enumerate(drafted.slots) if slot in slots]
+    return Drafted([drafted.slots[i] for i in kept], drafted.odds_BN[kept])

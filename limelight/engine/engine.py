@@ -270,16 +270,16 @@ class Engine:
             result = step.launched.result()
         except Exception as error:
             return self._fail_all(step.sequences.values(), error)
-        outputs, settled, going_on = [], [], set()
+        outputs, settled = [], []
         for grant, sampled in zip(step.plan.grants, result.sampled, strict=True):
             sequence = step.sequences[grant.slot]
             if self.scheduler.holds(sequence):
                 outputs.append(self._settle(sequence, grant, sampled))
-                settled.append((grant, sampled))
-            if self.scheduler.running.get(grant.slot) is sequence:
-                going_on.add(grant.slot)
-        if self.drafting is not None:
-            self.drafting.learn(settled, going_on, result.times)
+                settled.append(sampled)
+        if self.drafting is not None and step.plan.tells_of_drafts:
+            running = self.scheduler.running
+            going_on = {slot for slot, one in step.sequences.items() if running.get(slot) is one}
+            self.drafting.learn(settled, going_on, result)
         return [output for output in outputs if output is not None]
 
     def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:

@@ -1,28 +1,35 @@
 """How many drafts a step verifies, and whether drafts are made at all. NumPy, no torch.
 
     expected tokens of a step = R + S_1 + ... + S_B    the B likeliest drafts of R sequences
-    B = argmax of expected tokens / (time of verifying + time of drafting)
+    rate = max over B of expected tokens / (time of verifying + time of drafting)
+    B = argmax of expected tokens - rate * time of verifying
 
 S comes from earlier passes of the drafter (`ops/trim.py` says why), so B knows nothing of the
 drafts that it is for; which B drafts are kept is decided on the device. Without drafts a step makes
-R tokens; if that is the better rate, the drafter rests but for a trial now and then.
+R tokens; if that is the better rate, the drafter rests but for a trial now and then. Both rates are
+those of steps without prompts: what these take, they take once, with drafts beside them or without.
+
+To decide may take longer than a step does, so a decision holds for as many steps as pay for it,
+and what they tell is learned before the next one.
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from limelight.engine.acceptance import Acceptance
+from limelight.engine.acceptance import Acceptance, Counts
 from limelight.engine.cost import StepCosts
+from limelight.engine.observed import Labels, Observed, Pass
 from limelight.stats import SpeculationStats
 from limelight.steps import StepKind, StepTimes, Trim
 
 PASSES = 128  # passes of a sequence that are remembered
 SAMPLES = 256  # sequences times passes that an estimate is made of, if there are as many
 RESTING_SAMPLES = 32  # while passes are rare: better times must not be overlooked for long
-FORGETTING = 0.02  # of the average over all sequences, a pass
+FORGETTING = 0.02  # of the average over all sequences, a sequence of a pass
 # Of the rate: by how much plain steps must be better for the drafter to rest, and drafts for it to
 # work again. Resting by mistake is found out later than working by mistake, so the first also has
 # DOUBT over the root of the labels that the rate rests on.
@@ -30,9 +37,11 @@ REST_MARGIN, WORK_MARGIN, DOUBT = 0.005, 0.002, 1.0
 TRIAL_COST = 0.004  # share of the time that trials may take while the drafter rests
 TRIAL_EVERY = (8, 4096)  # steps between trials, at least and at most
 TRIAL_SHARE = 4  # one of so many sequences, or all places of one, are verified in a trial at least
-# While the same sequences go on, a decision holds for so many steps, and one of so many is timed: a
-# step of one sequence takes little longer than to decide about it.
-STEPS_OF_A_DECISION, STEPS_OF_A_TIME = 4, 4
+DECIDING_SHARE, RESTING_SHARE = 0.01, 0.002  # of the time of steps that decisions may take
+STEPS_OF_A_DECISION = 4  # that it holds for at least while the same load goes on
+TIMED_STEPS = 4  # behind a decision: to time one takes a while, too
+SURPRISE = 2.0  # times what decisions take, beyond which one counts as just that long
+FOLLOWING = 0.2  # how fast what they take follows
 # Labels or passes before which the drafter does not rest, for nothing is known of it.
 WARM_LABELS, WARM_PASSES = 1024, 64
 
@@ -55,43 +64,34 @@ class Load:
         """That of a step with rows of a prompt, if it has any."""
         return StepKind.PROMPT if self.rows > len(self.slots) else otherwise
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Octaves of its sequences and, where it has a prompt, of its rows; 0: it has none."""
+        prompt = self.rows > len(self.slots)
+        return len(self.slots).bit_length(), self.rows.bit_length() if prompt else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`budget`: drafts verified in the step; `drafts`: whether it makes some for the next one."""
+    """`budget`: drafts verified in the step; `drafts`: whether it makes some for the next one;
+    `timed`: whether its parts are timed."""
 
     budget: int
     drafts: bool
+    timed: bool = True
 
 
-class Counts:
-    """What became of drafts since the start."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A decision for some time: verify `budget` of as many drafts as were `offered`."""
 
-    def __init__(self, num_drafts: int):
-        self.steps = self.drafted = self.offered = self.verified = self.accepted = 0
-        self.verified_N = np.zeros(num_drafts, dtype=np.int64)
-        self.accepted_N = np.zeros(num_drafts, dtype=np.int64)
+    budget: int
+    offered: int
+    step_ms: float  # of the steps that it is for, as far as is known
 
-    def settled(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
-        """Of sequences with drafts, how many were verified and how many stood."""
-        verified_B, accepted_B = np.asarray(verified), np.asarray(accepted)
-        place_N = np.arange(len(self.verified_N))
-        self.verified_N += (place_N < verified_B[:, None]).sum(axis=0)
-        self.accepted_N += (place_N < accepted_B[:, None]).sum(axis=0)
-        self.steps += int((verified_B > 0).sum())
-        self.verified += int(verified_B.sum())
-        self.accepted += int(accepted_B.sum())
-
-    def stats(self) -> SpeculationStats:
-        return SpeculationStats(
-            steps=self.steps,
-            drafted=self.drafted,
-            offered=self.offered,
-            verified=self.verified,
-            accepted=self.accepted,
-            verified_at=self.verified_N.tolist(),
-            accepted_at=self.accepted_N.tolist(),
-        )
+    def of(self, offered: int) -> int:
+        """The same share of so many."""
+        return self.budget * offered // self.offered
 
 
 class AllDrafts:
@@ -100,10 +100,14 @@ class AllDrafts:
     def __init__(self, num_drafts: int):
         self.counts, self._last = Counts(num_drafts), (0, 0)
 
+    def goes_on_resting(self) -> bool:
+        return False
+
     def choose(self, load: Load) -> Decision:
-        self.counts.offered += sum(load.drafts)
-        self._last = sum(load.drafts), load.rows
-        return Decision(sum(load.drafts), bool(load.slots))
+        offered = sum(load.drafts)
+        self.counts.offered += offered
+        self._last = offered, load.rows
+        return Decision(offered, bool(load.slots))
 
     def trim(self, budget: int) -> Trim | None:
         return None
@@ -112,15 +116,14 @@ class AllDrafts:
         self.counts.drafted += odds_BN.size
 
     def settled(
-        self,
-        slots: Sequence[int],
-        odds_BN: np.ndarray,
-        verified: Sequence[int],
-        accepted: Sequence[int],
+        self, odds_BN: np.ndarray, verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
         self.counts.settled(verified, accepted)
 
     def timed(self, times: StepTimes) -> None:
+        pass
+
+    def learn(self) -> None:
         pass
 
     def forget(self, slot: int) -> None:
@@ -141,112 +144,112 @@ class Speculation:
         max_seqs: int,
         costs: StepCosts,
         max_rows: int,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        """`max_rows` is the most rows of logits of a step."""
-        self.num_drafts, self.max_rows, self.costs = num_drafts, max_rows, costs
+        """`max_rows` is the most rows of logits of a step; `clock` tells seconds."""
+        self.num_drafts, self.max_rows, self.costs, self.clock = num_drafts, max_rows, costs, clock
         self.acceptance = Acceptance(num_drafts)
         self.odds_HSN = np.zeros((PASSES, max_seqs, num_drafts))
         self.passes_S = np.zeros(max_seqs, dtype=np.int64)
         # Sequences that are new count as the average of all; before any, as never refused.
         self.average_N = np.ones(num_drafts)
-        self.resting = False
-        self.rested = 0  # steps since the last pass
+        self.sequences = 0  # of the last step, in octaves
+        self.rests: dict[int, bool] = {}  # by such
         self.trial = False
         self.passes = 0
         self.counts = Counts(num_drafts)
-        self._predicted = 0.0
-        self._decided: tuple[Load, Decision, int] | None = None  # and how often it served
-        self._times = 0
+        self.observed = Observed()
+        self.held: dict[tuple[int, int], Held] = {}  # by the size of the load
+        self.takes_ms = 0.0  # of a decision, and of learning before it
+        # Steps: now, the last pass and decision, when the next one is paid for, and when the
+        # next trial of a resting drafter is due, or something is to be learned of the last.
+        self.step = self.last_pass = self.decided = self.due = self.next_look = 0
+        self._averaged = False
+        self._predicted, self._learned = 0.0, 0  # of so many verified drafts
         self._last = (0, 0)  # budget and other rows
 
     @property
     def warm(self) -> bool:
         """Whether enough is known of the drafter to let it rest."""
-        return self.acceptance.total >= WARM_LABELS or self.passes >= WARM_PASSES
+        return self.passes >= WARM_PASSES or self.acceptance.total >= WARM_LABELS
+
+    @property
+    def resting(self) -> bool:
+        """Whether steps of as many sequences as the last one make no drafts."""
+        return self.rests.get(self.sequences, False)
+
+    def goes_on_resting(self) -> bool:
+        """Whether the next step is like the last one, which had no drafts and made none, in that
+        as well. It is if nothing says otherwise, which is asked when there is time for it."""
+        if not self.resting or self.trial or self.step + 1 >= self.due:
+            return False
+        self.step += 1
+        return True
 
     def choose(self, load: Load) -> Decision:
         """What a step does, by what is known before its drafts are."""
+        self.step += 1
         if len(load.slots) == 0:
-            return Decision(0, False)
-        self.counts.offered += sum(load.drafts)
-        decision = self._again(load) or self._decide(load)
-        self._last = (decision.budget, load.rows)
-        return decision
-
-    def _again(self, load: Load) -> Decision | None:
-        """The last decision, if it was about the same sequences, and nothing is being tried."""
-        if self._decided is None or self.trial or not self.warm:
-            return None
-        before, decision, served = self._decided
-        same = (load.slots, load.drafts, load.rows) == (before.slots, before.drafts, before.rows)
-        if not same or served >= STEPS_OF_A_DECISION:
-            return None
-        self._decided = before, decision, served + 1
-        self.rested += self.resting
-        return decision
-
-    def _decide(self, load: Load) -> Decision:
-        sequences = len(load.slots)
-        survival_HBN = self._recent(load.slots)
-        drafting = self._pays(load, survival_HBN)
-        cost = self.costs.draft_ms(sequences) if drafting else 0.0
-        gains = self._gains(survival_HBN, np.asarray(load.drafts), sequences)
-        budget = self._best(load, gains, cost)[0]
-        if self.trial or not self.warm:
-            # Whatever is thought of the drafts, some must be seen to know better.
-            budget = max(budget, self._tried(gains, sequences))
-        self.trial = drafting and self.resting
-        decision = Decision(budget, drafting)
-        self._decided = load, decision, 1
-        return decision
+            return Decision(0, False, timed=False)
+        offered = sum(load.drafts)
+        self.counts.offered += offered
+        self.sequences, _ = load.size
+        held = self.held.get(load.size)
+        if held is None or self.trial or not self.warm or self.step >= self.due:
+            held = self._decide(load, offered)
+        room = max(self.max_rows - len(load.slots), 0)
+        self._last = min(held.of(offered), room), load.rows
+        drafts = self.trial or not self.resting
+        if drafts:
+            self.last_pass = self.step
+        timed = self.step < self.decided + TIMED_STEPS
+        return Decision(self._last[0], drafts, timed)
 
     def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
         """The log odds of the drafts that a pass made, in the order of the passes."""
-        at_B = np.asarray(slots, dtype=np.int64)
-        self.odds_HSN[self.passes_S[at_B] % PASSES, at_B] = odds_BN
-        self.passes_S[at_B] += 1
-        survival_BN = self.acceptance.survival(odds_BN)
-        weight = 1 - (1 - FORGETTING) ** len(at_B)
-        if not self.counts.drafted and len(at_B):
-            weight = 1.0
-        if len(at_B):
-            self.average_N = self.average_N + weight * (survival_BN.mean(axis=0) - self.average_N)
         self.passes += 1
-        self.counts.drafted += len(at_B) * self.num_drafts
+        self.counts.drafted += len(slots) * self.num_drafts
+        self.observed.passes.append(Pass(slots, odds_BN))
 
     def settled(
-        self,
-        slots: Sequence[int],
-        odds_BN: np.ndarray,
-        verified: Sequence[int],
-        accepted: Sequence[int],
+        self, odds_BN: np.ndarray, verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """What became of drafts with these log odds; without placeholders and what was trimmed."""
         if not any(verified):
             return
-        assert len(slots) == len(odds_BN) == len(verified) == len(accepted)
-        seen_BN = np.arange(self.num_drafts) < np.asarray(verified)[:, None]
-        self._predicted += float(self.acceptance.survival(odds_BN)[seen_BN].sum())
+        assert len(odds_BN) == len(verified) == len(accepted)
         self.counts.settled(verified, accepted)
-        self.acceptance.observe(odds_BN, verified, accepted)
+        self.observed.labels.append(Labels(odds_BN, verified, accepted))
 
     def trim(self, budget: int) -> Trim | None:
         """How the device is to choose a budget's drafts."""
         return Trim(budget, self.acceptance.slope, self.acceptance.intercepts_N.tolist())
 
     def timed(self, times: StepTimes) -> None:
-        """Correct what steps are thought to take."""
-        self._times += 1
-        if self._times % STEPS_OF_A_TIME and self.warm:
-            return
-        self.costs.observe(times)
+        """What a step took."""
+        self.observed.times.append(times)
 
     def forget(self, slot: int) -> None:
         """The slot's sequence has left it, or will be computed anew."""
-        self.passes_S[slot] = 0
+        self.observed.passes.append(slot)
+
+    def learn(self) -> None:
+        """From all that has been told since the last time."""
+        told, self.observed = self.observed, Observed()
+        if told.passes:
+            self._remember(told.newest_passes())
+        if told.labels:
+            labels = told.newest_labels()
+            seen_BN = np.arange(self.num_drafts) < np.asarray(labels.verified)[:, None]
+            likely = float(self.acceptance.survival(labels.odds_BN)[seen_BN].sum())
+            every, self._learned = self.counts.verified - self._learned, self.counts.verified
+            self._predicted += likely * every / sum(labels.verified)
+            self.acceptance.observe(*labels, steps=len(told.labels))
+        for times in told.middle_times():
+            self.costs.observe(times)
 
     def stats(self) -> SpeculationStats:
-        """Counts since the start, and what is believed now."""
+        """Counts since the start, and what was believed at the last decision."""
         return replace(
             self.counts.stats(),
             predicted=self._predicted,
@@ -256,6 +259,75 @@ class Speculation:
             slope=self.acceptance.slope,
             intercepts=self.acceptance.intercepts_N.tolist(),
         )
+
+    def _remember(self, passes: Sequence[Pass | int]) -> None:
+        """Passes, and slots that are forgotten in between, in the order in which they came."""
+        seen: list[np.ndarray] = []
+        for one in passes:
+            if isinstance(one, int):
+                self.passes_S[one] = 0
+                continue
+            at_B, odds_HBN = np.asarray(one.slots), one.odds_BN[-PASSES:]
+            at_HB = self.passes_S[at_B] + np.arange(len(odds_HBN))[:, None]
+            self.odds_HSN[at_HB % PASSES, at_B] = odds_HBN
+            self.passes_S[at_B] += len(odds_HBN)
+            seen.append(odds_HBN.reshape(-1, self.num_drafts))
+        if seen:
+            survival_XN = self.acceptance.survival(np.concatenate(seen))
+            mean_N = survival_XN.mean(axis=0)
+            # The first have nothing to be weighed against.
+            left = (1 - FORGETTING) ** len(survival_XN) if self._averaged else 0.0
+            self.average_N, self._averaged = mean_N + left * (self.average_N - mean_N), True
+
+    def _decide(self, load: Load, offered: int) -> Held:
+        """Learn, decide, and let it hold until it is paid for."""
+        started = self.clock()
+        self.learn()
+        held = self.held[load.size] = self._weigh(load, offered)
+        took_ms = 1e3 * (self.clock() - started)
+        if self.takes_ms:
+            took_ms = min(took_ms, SURPRISE * self.takes_ms)
+            took_ms = self.takes_ms + FOLLOWING * (took_ms - self.takes_ms)
+        self.takes_ms = took_ms
+        self.decided, self.due = self.step, self.step + self._holds(held.step_ms)
+        return held
+
+    def _holds(self, step_ms: float) -> int:
+        """For how many steps that take so long a decision holds."""
+        least, most = (
+            max(math.ceil(self.takes_ms / (share * step_ms)), STEPS_OF_A_DECISION)
+            for share in (DECIDING_SHARE, RESTING_SHARE)
+        )
+        if not self.resting or self.trial:
+            return least
+        return max(least, min(most, self.next_look - self.step))
+
+    def _weigh(self, load: Load, offered: int) -> Held:
+        """How many of a step's drafts are verified, and whether steps like it make some."""
+        sequences, context = len(load.slots), load.context
+        survival_HBN = self._recent(load.slots)
+        gains = self._gains(survival_HBN, np.full(sequences, self.num_drafts), sequences)
+        draft_ms = self.costs.draft_ms(sequences)
+        # What a token is worth is told by steps without prompts: those take the time they take.
+        plain_ms = self.costs.step_ms(StepKind.PLAIN, sequences, context)
+        rows = sequences + np.arange(len(gains) + 1)
+        each_ms = self.costs.steps[StepKind.DRAFTED].ms(rows, context) + draft_ms
+        rates = (sequences + _sums(gains)) / each_ms
+        budget = int(rates.argmax())
+        rate, plain = float(rates[budget]), sequences / plain_ms
+        self._rest_or_work(rate, plain)
+        # Whatever is thought of the drafts, some must be seen to know better.
+        seen = self.trial or not self.warm
+        self._look_out(sequences, context, gains, draft_ms, plain_ms, seen=seen)
+        step_ms = plain_ms if self.resting else float(each_ms[budget])
+        if not offered:
+            return Held(budget, sequences * self.num_drafts, step_ms)
+        gains = self._gains(survival_HBN, np.asarray(load.drafts), sequences)
+        rows = load.rows + np.arange(len(gains) + 1)
+        each_ms = self.costs.steps[load.kind(StepKind.DRAFTED)].ms(rows, context)
+        budget = int((_sums(gains) - (plain if self.resting else rate) * each_ms).argmax())
+        budget = max(budget, self._tried(gains, sequences) if seen else 0)
+        return Held(budget, offered, step_ms)
 
     def _recent(self, slots: Sequence[int]) -> np.ndarray:
         """S of the last passes of each sequence, [H, B, N]; H falls as there are more of them."""
@@ -274,49 +346,39 @@ class Speculation:
         # Sorted within each pass: no pass can choose among the drafts of another.
         return -np.sort(-likely_HX, axis=1)[:, :total].mean(axis=0)
 
-    def _best(self, load: Load, gains: np.ndarray, draft_ms: float) -> tuple[int, float]:
-        """The budget with the most tokens a millisecond, and how many that are."""
-        tokens = len(load.slots) + np.concatenate([[0.0], gains.cumsum()])
-        rows = load.rows + np.arange(len(tokens))
-        step_ms = self.costs.step_ms(load.kind(StepKind.DRAFTED), rows, load.context)
-        rates = tokens / (step_ms + draft_ms)
-        best = int(rates.argmax())
-        return best, float(rates[best])
-
-    def _pays(self, load: Load, survival_HBN: np.ndarray) -> bool:
-        """Whether the next step shall have drafts, as far as it is like this one."""
-        sequences = len(load.slots)
-        draft_ms = self.costs.draft_ms(sequences)
-        every_B = np.full(sequences, self.num_drafts)
-        gains = self._gains(survival_HBN, every_B, sequences)
-        _, rate = self._best(load, gains, draft_ms)
-        plain_ms = float(self.costs.step_ms(load.kind(StepKind.PLAIN), load.rows, load.context))
-        plain = sequences / plain_ms
+    def _rest_or_work(self, rate: float, plain: float) -> None:
+        """Let the drafter rest if steps without drafts have the better rate, by some margin."""
         margin = WORK_MARGIN
         if not self.resting:
             margin = -REST_MARGIN - DOUBT / math.sqrt(max(self.acceptance.total, 1))
-        self.resting = rate < plain * (1 + margin)
-        self.resting = self.resting and self.warm
-        if not self.resting:
-            self.rested = 0
-            return True
-        self.rested += 1
-        if self.rested < self._trial_every(load, gains, draft_ms, plain_ms):
-            return False
-        self.rested = 0
-        return True
+        self.rests[self.sequences] = self.warm and rate < plain * (1 + margin)
 
     def _tried(self, gains: np.ndarray, sequences: int) -> int:
         """Drafts that a trial verifies at least."""
         return min(len(gains), max(self.num_drafts, -(-sequences // TRIAL_SHARE)))
 
-    def _trial_every(self, load: Load, gains: np.ndarray, draft_ms: float, plain_ms: float) -> int:
-        """Steps between trials, so that what these cost stays a small share."""
-        sequences = len(load.slots)
+    def _look_out(
+        self,
+        sequences: int,
+        context: int,
+        gains: np.ndarray,
+        draft_ms: float,
+        plain_ms: float,
+        *,
+        seen: bool,
+    ) -> None:
+        """Say when a resting drafter is tried, so that trials, and to decide about them, take a
+        small share of the time; what comes of one that is `seen` is to be known soon."""
         count = self._tried(gains, sequences)
-        kind = load.kind(StepKind.DRAFTED)
-        with_ms = float(self.costs.step_ms(kind, load.rows + count, load.context))
+        with_ms = self.costs.step_ms(StepKind.DRAFTED, sequences + count, context)
         won_ms = float(gains[:count].sum()) * plain_ms / sequences
-        lost_ms = max(draft_ms + with_ms - plain_ms - won_ms, 0.0)
+        lost_ms = max(draft_ms + with_ms - plain_ms - won_ms, 0.0) + self.takes_ms
         least, most = TRIAL_EVERY
-        return max(least, min(most, math.ceil(lost_ms / (TRIAL_COST * plain_ms))))
+        steps = max(least, min(most, math.ceil(lost_ms / (TRIAL_COST * plain_ms))))
+        self.trial = self.resting and self.step >= self.last_pass + steps
+        self.next_look = self.step if seen else self.last_pass + steps
+
+
+def _sums(gains: np.ndarray) -> np.ndarray:
+    """What none, the first, the first two, ... of them add."""
+    return np.concatenate([[0.0], gains.cumsum()])

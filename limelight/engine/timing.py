@@ -101,6 +101,7 @@ class Timing:
                 for i, n in enumerate(counts)
             ],
             drafts=kind is not StepKind.PLAIN,
+            timed=True,
         )
         times = self.runner.execute(plan).times
         assert times is not None

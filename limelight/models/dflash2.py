@@ -15,13 +15,14 @@ and a selector of pairs scores each after each before it (`ops.selector`).
 The embedding and the LM head are the target's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from limelight.models.batch import Blocks, Paged
+from limelight.models.batch import Blocks
 from limelight.models.dflash2_config import DFlash2Config
 from limelight.models.dummy import ONES, PROJECTION, Dummy
 from limelight.models.layers import (
@@ -37,6 +38,7 @@ from limelight.ops import linear, rope, selector
 from limelight.ops.activation import softcap
 from limelight.ops.block import conv_add_rmsnorm, dynamic_conv
 from limelight.ops.embed import embed_blocks
+from limelight.ops.paging import LayerCache
 from limelight.ops.rope import Heads, Rotation
 from limelight.ops.topk import top_tokens
 from limelight.ops.verify import Proposals
@@ -247,13 +249,19 @@ class DFlash2(nn.Module):
             pairs.append((k_TKC, v_TKC))
         return pairs
 
-    def fill(self, taps_TF: torch.Tensor, positions_T: torch.Tensor, paged: Paged) -> None:
-        """The same into the cache, at the layouts' slots; a row whose slot is -1 goes nowhere."""
+    def fill(
+        self,
+        taps_TF: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        caches: Sequence[LayerCache],
+    ) -> None:
+        """The same into the cache of each layer, at its slots; a row whose slot is -1 goes
+        nowhere."""
         turn = self._turn(positions_T, taps_TF.dtype)
         for layer, kv_TN in enumerate(self._context(taps_TF)):
-            slots_T = paged.layouts[paged.group_of_layer[layer]].slots_T
             rope.prepare(
-                kv_TN, self.stack.norm_L2C[layer], paged.caches[layer], slots_T,
+                kv_TN, self.stack.norm_L2C[layer], caches[layer], slots[layer],
                 heads=self.stack.context_heads, turn=turn,
             )  # fmt: skip
 

@@ -148,17 +148,20 @@ class DraftedSteps:
         return self.judge(logits_RV, rows, tensors, extent)
 
     def follow(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
-        """The hidden states of a step without drafts; the drafter's cache gets its part of them."""
-        self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
-        return self._forward(tensors.tokens_T, batch)
+        """The hidden states of a step without drafts; the drafter's cache gets its part of them.
 
-    def _forward(self, tokens_T: torch.Tensor, batch: Batch) -> torch.Tensor:
+        On a CPU it gets them late where all decode: a call takes as long for a row as for many.
+        """
+        self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
+        late = self.device.type == "cpu" and len(tensors.tokens_T) == len(tensors.rows_B)
+        return self._forward(tensors.tokens_T, batch, late=late)
+
+    def _forward(self, tokens_T: torch.Tensor, batch: Batch, *, late: bool) -> torch.Tensor:
         """The target's hidden states; what it leaves a drafter goes into the cache."""
         assert batch.paged is not None
         taps = Taps(self.drafter.model.config.taps)
         hidden_TD = self.model(tokens_T, batch, taps)
-        paged = self.drafter.paged(batch.paged.layouts)
-        self.drafter.model.fill(taps.joined(), batch.positions_T, paged)
+        self.drafter.take(taps.joined(), batch.positions_T, batch.paged.layouts, late=late)
         return hidden_TD
 
     def launch(
@@ -168,13 +171,16 @@ class DraftedSteps:
         rows, if they are asked for. `known` are the tokens of each slot that the host knows."""
         extent = self._extent(plan, grants)
         launched = Launched(plan, grants, self.device)
-        watch = Stopwatch(self.device, plan, rows=extent.rows)
+        watch = Stopwatch(self.device, plan, rows=extent.rows) if plan.timed else None
+        self.drafter.catch_up()
         hidden_TD = self._verify(launched, extent, known, hidden=hidden)
-        watch.mark()
+        if watch is not None:
+            watch.mark()
         sampling = [grant for grant in grants if grant.samples]
         if plan.drafts and sampling:
             launched.odds_PN = self._draft(sampling)
-            watch.drafted(len(sampling))
+            if watch is not None:
+                watch.drafted(len(sampling))
         launched.times = watch
         return launched.end(), hidden_TD
 
@@ -343,7 +349,7 @@ class DraftedSteps:
         paged = self.storage.paged(layouts)
         batch = Batch(rows.positions_T, paged, self.drafter.last_tokens_S)
         with self.adapters.of_rows(tensors.rows_B, rows.starts_B, len(rows.tokens_T)):
-            hidden_TD = self._forward(rows.tokens_T, batch)
+            hidden_TD = self._forward(rows.tokens_T, batch, late=False)
         picked = rows.picked_R
         logits_RV = self.model.logits(hidden_TD if picked is None else hidden_TD[picked])
         return hidden_TD, logits_RV, rows

@@ -1,5 +1,7 @@
 """Drives a DFlash 2 drafter: the context that its target leaves it, and its drafts by slot."""
 
+from dataclasses import dataclass
+
 import torch
 
 from limelight.cache.storage import KVStorage
@@ -13,6 +15,15 @@ from limelight.ops.synthetic import SyntheticOdds
 from limelight.ops.trim import MOST_ODDS, log_odds
 from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the target: its taps, their positions, and their slots in each group of layers."""
+
+    taps_TF: torch.Tensor
+    positions_T: torch.Tensor
+    slots: dict[int, torch.Tensor]
 
 
 class Drafter:
@@ -53,11 +64,53 @@ class Drafter:
             self.lengths_S, last_tokens_S, self.tokens_SN, tables.tensor, storage.shape.size
         )
         self.first = len(storage.caches) - model.config.num_layers
+        self.late: list[Rows] = []  # whose keys and values are not in the cache yet
 
     def paged(self, layouts: list[PagedLayout]) -> Paged:
         """The drafter's layers alone."""
         first = self.first
         return Paged(layouts, self.storage.group_of_layer[first:], self.storage.caches[first:])
+
+    def take(
+        self,
+        taps_TF: torch.Tensor,
+        positions_T: torch.Tensor,
+        layouts: list[PagedLayout],
+        *,
+        late: bool,
+    ) -> None:
+        """Put what rows of the target leave into the cache, or `late` with those of other steps.
+
+        Until then their blocks must be no one else's: see `catch_up`.
+        """
+        groups = self.storage.group_of_layer[self.first :]
+        rows = Rows(taps_TF, positions_T, {group: layouts[group].slots_T for group in groups})
+        if late:
+            # The next step is laid out in the same memory.
+            slots = {group: slots_T.clone() for group, slots_T in rows.slots.items()}
+            self.late.append(Rows(taps_TF, positions_T.clone(), slots))
+        else:
+            self._fill(rows)
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Put all that is late into the cache: before it is read, and before a block is anyone's
+        who did not have it, be it as a new one or for what is in it."""
+        if not self.late:
+            return
+        late, self.late = self.late, []
+        self._fill(
+            Rows(
+                torch.cat([rows.taps_TF for rows in late]),
+                torch.cat([rows.positions_T for rows in late]),
+                {g: torch.cat([rows.slots[g] for rows in late]) for g in late[0].slots},
+            )
+        )
+
+    def _fill(self, rows: Rows) -> None:
+        slots = [rows.slots[group] for group in self.storage.group_of_layer[self.first :]]
+        caches = self.storage.caches[self.first :]
+        self.model.fill(rows.taps_TF, rows.positions_T, slots, caches)
 
     @property
     def proposals(self) -> Proposals | None:

@@ -14,7 +14,7 @@ from limelight.runner.graphs import lent
 from limelight.runner.logprobs import NOT_FINITE, Told, is_finite
 from limelight.runner.sampler import NOT_NUMBERS, Rules, Run, Sampler
 from limelight.runner.transfers import on_its_way, sent
-from limelight.steps import Grant, Sampled, StepPlan, StepResult, StepTimes
+from limelight.steps import Drafted, Grant, Sampled, StepPlan, StepResult, StepTimes
 from limelight.types import DeviceLost, TokenLogprobs
 
 
@@ -161,19 +161,20 @@ class Launched:
         with device_faults(self.device):
             if self.done is not None:
                 self.done.synchronize()
-        sampling = [grant.slot for grant in self.order if grant.samples]
         if self.judged is not None:
             made = self.judged.runs(len(self.order))
             if self.logprobs is not None:
                 self.logprobs.join(made)
             runs = zip(self.order, made, strict=True)
             self.runs = {grant.slot: run for grant, run in runs if grant.samples} | self.runs
-        odds = [None] * len(sampling) if self.odds_PN is None else self.odds_PN.tolist()
-        odds_of = dict(zip(sampling, odds, strict=True))
-        sampled = [self._sampled(grant, odds_of.get(grant.slot)) for grant in self.plan.grants]
-        return StepResult(sampled, None if self.times is None else self.times.read())
+        drafted = None
+        if self.odds_PN is not None:
+            sampling = [grant.slot for grant in self.order if grant.samples]
+            drafted = Drafted(sampling, self.odds_PN.numpy())
+        sampled = [self._sampled(grant) for grant in self.plan.grants]
+        return StepResult(sampled, drafted, None if self.times is None else self.times.read())
 
-    def _sampled(self, grant: Grant, odds: list[float] | None) -> Sampled:
+    def _sampled(self, grant: Grant) -> Sampled:
         run = self.runs.get(grant.slot) or Run([])
         of_prompt = self.prompt_logprobs.get(grant.slot)
         if of_prompt is not None and not all(map(is_finite, of_prompt)):
@@ -188,7 +189,6 @@ class Launched:
             is_whole=run.is_whole,
             num_verified=run.verified,
             num_accepted=run.accepted,
-            odds=odds,
         )
 
 

@@ -147,9 +147,12 @@ class ModelRunner:
             return self._launch_plain(plan, grants).end()
         if not plan.is_plain:
             return self._launch_drafted(self.drafted, plan, grants)
-        watch = Stopwatch(self.device, plan, rows=plan.num_tokens)
+        watch = Stopwatch(self.device, plan, rows=plan.num_tokens) if plan.timed else None
+        if plan.gives_blocks:
+            self.drafted.drafter.catch_up()
         launched = self._launch_plain(plan, grants)
-        watch.mark()
+        if watch is not None:
+            watch.mark()
         launched.times = watch
         return launched.end()
 
@@ -225,6 +228,8 @@ class ModelRunner:
 
     def forget_device(self) -> None:
         """Let go of graphs, and of what is kept beside the cache: memory is about to change."""
+        if self.drafted is not None:
+            self.drafted.drafter.catch_up()
         self.drop_graphs()
         self.forget_kept()
 
@@ -256,6 +261,8 @@ class ModelRunner:
         """Drop what is known of every slot."""
         self.slots.clear()
         self.adapters.forget()
+        if self.drafted is not None:
+            self.drafted.drafter.late.clear()
         self.sampler.rules.clear()
         self.experts.forget()
 

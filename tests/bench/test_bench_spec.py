@@ -225,7 +225,7 @@ def test_every_load_has_a_row_for_each_way(models, tmp_path, capsys, monkeypatch
         if row["drafts"] == "fixed":
             stood = sum(row["accepted_at"]) / row["verifications"]
             assert row["acceptance_length"] == pytest.approx(1 + stood, abs=1e-3)
-        assert row["forward_ms"]["n"] == row["steps"] >= row["drafting_steps"]
+        assert row["steps"] >= row["forward_ms"]["n"] >= row["drafting_steps"]
     shown = capsys.readouterr().out
     assert "adaptive" in shown and "tasks random" in shown
     assert picture.stat().st_size > 5000

@@ -134,7 +134,7 @@ class Whim:
     def choose(self, load: Load) -> Decision:
         drafts = self.rng.random() < 0.6
         self.rests += not drafts
-        return Decision(self.rng.randint(0, sum(load.drafts)), drafts)
+        return Decision(self.rng.randint(0, sum(load.drafts)), drafts, self.rng.random() < 0.5)
 
     def trim(self, budget: int) -> Trim:
         return Trim(budget, 0.5, [-0.2] * self.num_drafts)
@@ -142,9 +142,15 @@ class Whim:
     def drafted(self, slots, odds_BN) -> None:
         assert odds_BN.shape == (len(slots), self.num_drafts)
 
-    def settled(self, slots, odds_BN, verified, accepted) -> None:
-        assert len(slots) == len(set(slots)) == len(odds_BN) == len(verified) == len(accepted)
+    def settled(self, odds_BN, verified, accepted) -> None:
+        assert len(odds_BN) == len(verified) == len(accepted)
         assert all(0 <= n <= m <= self.num_drafts for n, m in zip(accepted, verified, strict=True))
+
+    def goes_on_resting(self) -> bool:
+        return self.rng.random() < 0.5
+
+    def learn(self) -> None:
+        pass
 
     def timed(self, times) -> None:
         assert times.rows > 0 and times.verify_ms > 0

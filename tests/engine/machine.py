@@ -87,10 +87,22 @@ def rate_of_fixed(machine: Machine, traffic: Traffic, first: int) -> float:
     return (batch + traffic.survival[first:].sum(axis=(1, 2)).mean()) / ms
 
 
-def make(machine: Machine, batch: int, num_drafts: int = 7, **costs) -> Speculation:
+class Clock:
+    """Seconds, of which one look at it takes as many as a decision does here."""
+
+    def __init__(self, seconds: float = 0.0003):
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def make(machine: Machine, batch: int, num_drafts: int = 7, clock=None, **costs) -> Speculation:
     return Speculation(
-        num_drafts=num_drafts, max_seqs=batch, costs=machine.costs(**costs), max_rows=4096
-    )
+        num_drafts=num_drafts, max_seqs=batch, costs=machine.costs(**costs), max_rows=4096,
+        clock=clock or Clock(),
+    )  # fmt: skip
 
 
 def rate_of_adaptive(
@@ -130,7 +142,7 @@ def rate_of_adaptive(
             time += ms
         if ready:
             accepted_B = np.minimum(accepts[step].cumprod(axis=-1).sum(axis=-1), kept_B)
-            speculation.settled(slots, traffic.odds[step], kept_B.tolist(), accepted_B.tolist())
+            speculation.settled(traffic.odds[step], kept_B.tolist(), accepted_B.tolist())
         # What a pass tells is known only when the step behind the next is planned.
         if ready and step:
             speculation.drafted(slots, traffic.odds[step])

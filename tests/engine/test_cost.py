@@ -88,6 +88,18 @@ def test_what_was_not_measured_follows_in_part_and_what_was_stays():
     assert float(cost.ms(4, 1000)) < 0.95 * float(table().ms(4, 1000))
 
 
+@pytest.mark.parametrize("graphs", [0, 16, 64])
+def test_one_number_of_rows_takes_what_it_takes_among_many(graphs):
+    rng = np.random.default_rng(3)
+    cost = table(graphs=graphs)
+    for _ in range(100):
+        cost.observe(int(rng.integers(1, 80)), int(rng.integers(0, 12_000)), rng.lognormal(1, 1))
+    rows = np.arange(1, 100)
+    for context in (0, 1000, 4321, 9000, 20_000):
+        each = [cost.of_one(n, context) for n in rows.tolist()]
+        assert each == pytest.approx(cost.ms(rows, context).tolist())
+
+
 @pytest.mark.parametrize(
     "given",
     [{"points": [1, 2, 2, 8, 16, 32, 64]}, {"contexts": [9, 1]}, {"ms": [[1.0] * 7]},

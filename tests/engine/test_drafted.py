@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from drafted import Whim, inject, knowing, start_drafted
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import prompts, request, run, start
 
 from limelight.engine.drafting import Drafting
+from limelight.engine.speculation import Decision, Load
 
 NEAR = 1e-4
 
@@ -226,6 +228,53 @@ def test_whatever_is_decided_about_drafts_the_texts_are_the_same(folder, drafter
     answers = run(engine, asked)
     assert [one.token_ids for one in answers] == [one.token_ids for one in expected]
     assert engine.drafting.policy.rests > 0 and engine.stats().cache_usage == 0.0
+
+
+class Diary(Whim):
+    """Rests for long. What it is told of drafts hangs on all that is in the drafter's cache."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.steps = 0
+        self.odds: list[np.ndarray] = []
+
+    def choose(self, load: Load) -> Decision:
+        self.steps += 1
+        return Decision(sum(load.drafts), self.steps % 24 > 20)
+
+    def goes_on_resting(self) -> bool:
+        return False
+
+    def drafted(self, slots, odds_BN) -> None:
+        self.odds.append(odds_BN.copy())
+
+
+def test_a_drafter_that_has_rested_finds_all_that_was_left_for_it(flint, drafter):
+    """Be it in blocks that were shared, given back, or computed again in the meantime."""
+    heads = prompts(60, 40)
+    asked = [
+        request(heads[i % 2] + tail, max_tokens=40 + i, logprobs=None)
+        for i, tail in enumerate(prompts(*range(3, 10)))
+    ]
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 200}
+    diaries, counts = [], []
+    for waits in (True, False):
+        engine = start_drafted(flint, drafter, kv_cache_memory_bytes=600_000, **limits)
+        engine.drafting = Drafting(Diary())
+        take = engine.runner.drafted.drafter.take
+
+        def taking(*rows, late, take=take, waits=waits):
+            counts.append(late)
+            take(*rows, late=late and waits)
+
+        engine.runner.drafted.drafter.take = taking
+        run(engine, asked)
+        stats = engine.stats()
+        assert stats.preemptions > 0 and stats.prefix_hits > 0
+        diaries.append(engine.drafting.policy.odds)
+    assert sum(counts) > 100 and len(diaries[0]) == len(diaries[1]) > 10
+    for mine, other in zip(*diaries, strict=True):
+        assert np.abs(mine - other).max() < 1e-3
 
 
 def test_drawn_drafts_follow_the_seed_alone(flint, drafter, overlap):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from machine import (
+    Clock,
     Machine,
     Traffic,
     make,
@@ -14,7 +15,7 @@ from machine import (
     rate_of_none,
 )
 
-from limelight.engine.speculation import Load
+from limelight.engine.speculation import Load, Speculation
 from limelight.ops.trim import log_odds, packed_starts, split, survival
 
 MACHINES = {
@@ -97,6 +98,101 @@ def test_a_table_that_was_measured_wrongly_is_put_right_while_serving(batch):
     assert rate > 0.98 * max(rate_of_fixed(machine, traffic, 250), rate_of_none(machine, batch))
 
 
+@pytest.mark.parametrize("batch", [1, 32], ids="B{}".format)
+@pytest.mark.parametrize("level", [-3.0, 2.0], ids=["resting", "working"])
+def test_to_decide_takes_a_small_share_of_the_time_of_short_steps(batch, level):
+    """A decision takes twice as long as a step."""
+    machine = Machine(lambda rows, context: 0.2 + 0.001 * rows, lambda n: 0.05)
+    clock = Clock(0.0005)
+    speculation = make(machine, batch, clock=clock)
+    first, later = (
+        Traffic.made(steps=steps, batch=batch, level=level, seed=3) for steps in (100, 2000)
+    )
+    rate_of_adaptive(machine, first, speculation, 0)
+    before = clock.now
+    rate_of_adaptive(machine, later, speculation, 0)
+    assert speculation.resting == (level < 0)
+    deciding_ms = 1e3 * (clock.now - before) / 2  # one look of two is at the end of a decision
+    step_ms = machine.ms(batch, 0) if level < 0 else machine.ms(8 * batch, 0) + 0.05
+    assert 0 < deciding_ms < 0.015 * 2000 * step_ms
+
+
+def told(speculation: Speculation, odds: np.ndarray, *, singly: bool) -> Speculation:
+    """Tell of the passes and drafts of some steps, [steps, B, N], at once or by sequence."""
+    slots = list(range(odds.shape[1]))
+    parts = [[slot] for slot in slots] if singly else [slots]
+    for odds_BN in odds:
+        accepted = (odds_BN > 0).cumprod(axis=1).sum(axis=1).tolist()
+        for part in parts:
+            speculation.drafted(part, odds_BN[part])
+            speculation.settled(odds_BN[part], [7] * len(part), [accepted[b] for b in part])
+    return speculation
+
+
+def test_what_is_told_at_once_and_what_is_told_singly_lead_to_the_same_decisions():
+    odds = np.random.default_rng(5).normal(0.5, 2.0, (12, 5, 7))
+    one, other = (told(make(MACHINES["steep"], 8), odds, singly=singly) for singly in (False, True))
+    loads = [Load([0, 1, 2, 3, 4], [7] * 5, 5, 9000), Load([1, 4, 6], [7, 2, 7], 300, 900)]
+    for load in loads:
+        assert one.choose(load) == other.choose(load)
+    assert one.acceptance.slope == pytest.approx(other.acceptance.slope) != 0.5
+    assert one.acceptance.intercepts_N == pytest.approx(other.acceptance.intercepts_N)
+    assert one.average_N == pytest.approx(other.average_N)
+    assert one.stats().predicted == pytest.approx(other.stats().predicted)
+
+
+def test_a_pass_before_its_slot_was_taken_by_another_is_not_the_others():
+    one, other = make(MACHINES["steep"], 4), make(MACHINES["steep"], 4)
+    odds_BN = np.array([[3.0] * 7, [-2.0] * 7])
+    one.drafted([0, 1], -odds_BN)
+    one.forget(0)
+    one.drafted([0, 1], odds_BN)
+    one.learn()
+    assert one.passes_S.tolist() == [1, 2, 0, 0]
+    other.drafted([0], odds_BN[:1])
+    other.learn()
+    assert (one._recent([0]) == other._recent([0]))[0].all()
+
+
+def warmed(machine: Machine, batch: int, level: float, **made) -> Speculation:
+    """Something that knows the drafter."""
+    speculation = make(machine, batch, **made)
+    rate_of_adaptive(machine, Traffic.made(steps=200, batch=batch, level=level), speculation, 0)
+    return speculation
+
+
+def test_a_decision_holds_in_proportion_while_sequences_come_and_go():
+    clock = Clock()
+    speculation = warmed(MACHINES["steep"], 16, 1.0, clock=clock)
+    loads = [Load(list(range(n)), [7] * n, n, 2000 * n) for n in (12, 10, 15, 8, 12)]
+    speculation.due = 0
+    whole = speculation.choose(loads[0])
+    now = clock.now
+    assert 0 < whole.budget < 84 and whole.drafts
+    held = [speculation.choose(load) for load in loads[1:4]]
+    assert [one.budget for one in held] == [whole.budget * n // 12 for n in (10, 15, 8)]
+    assert clock.now == now
+
+
+def test_a_prompt_beside_it_does_not_wake_a_resting_drafter():
+    """Drafts seem cheap beside a prompt, but are verified behind it."""
+    speculation = warmed(MACHINES["slow drafter"], 8, -3.0)
+    assert speculation.resting
+    slots = list(range(8))
+    for rows in (2000, 700, 8, 4000):
+        assert not speculation.choose(Load(slots, [0] * 8, rows, 16_000)).drafts
+
+
+def test_while_a_drafter_rests_hardly_a_step_is_asked_about():
+    speculation = warmed(MACHINES["slow drafter"], 8, -3.0, clock=Clock(0.001))
+    asked = 0
+    for _ in range(400):
+        if not speculation.goes_on_resting():
+            asked += 1
+            assert speculation.choose(Load(list(range(8)), [0] * 8, 8, 16_000)).budget == 0
+    assert 0 < asked < 40
+
+
 def test_flat_costs_verify_all_and_steep_ones_none():
     for machine, budget in (("flat", 28), ("slow drafter", 0)):
         speculation = make(MACHINES[machine], 64)
@@ -119,8 +215,11 @@ def test_who_takes_a_slot_inherits_nothing():
     for speculation in (first, second):
         speculation.drafted([1, 2], np.full((2, 7), 2.0))
     first.drafted([0], np.full((1, 7), -9.0))
+    for speculation in (first, second):
+        speculation.learn()
     second.average_N = first.average_N = np.full(7, 0.5)
     first.forget(0)
+    first.learn()
     load = Load([0, 1], [7, 7], 2, 4000)
     assert (first._recent(load.slots) == second._recent(load.slots)).all()
 
@@ -173,8 +272,9 @@ def test_counts_tell_what_was_offered_verified_and_accepted():
     speculation = make(MACHINES["flat"], 4, num_drafts=3)
     speculation.drafted([0, 2], np.zeros((2, 3)))
     speculation.choose(Load([0, 2], [3, 2], 2, 100))
-    speculation.settled([0, 2], np.zeros((2, 3)), [3, 1], [2, 0])
-    speculation.settled([0, 2], np.zeros((2, 3)), [0, 1], [0, 1])
+    speculation.settled(np.zeros((2, 3)), [3, 1], [2, 0])
+    speculation.settled(np.zeros((2, 3)), [0, 1], [0, 1])
+    speculation.learn()
     stats = speculation.stats()
     assert (stats.steps, stats.drafted, stats.offered) == (3, 6, 5)
     assert (stats.verified, stats.accepted) == (5, 3)
