@@ -15,13 +15,10 @@ from limelight.cache.groups import CacheGroups, plan_groups
 from limelight.cache.storage import BlockShape, routed_shape
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
+from limelight.engine.adapters import Adapters
 from limelight.engine.compiling import compiling
 from limelight.engine.control import Control
-from limelight.engine.drafters import (
-    FoundDrafter,
-    drafter_kind,
-    find_drafter,
-)
+from limelight.engine.drafters import FoundDrafter, drafter_kind, find_drafter
 from limelight.engine.drafting import Drafting
 from limelight.engine.engine import Engine
 from limelight.engine.expert_load import ExpertLoad, load_file
@@ -177,18 +174,7 @@ def plan_memory(
     if drafter is not None:
         kinds.append(drafter_kind(drafter, outline, place))
     groups = plan_groups(model.windows, drafter.shape.windows if drafter else None)
-    kv_heads = mesh.kv_shard(model.num_kv_heads)
-    fp8 = config.kv_cache_dtype.startswith("fp8")
-    if fp8 and device.type == "cuda" and model.head_dim < LEAST_FP8_HEAD:
-        raise ValueError(f"an FP8 KV cache needs heads of {LEAST_FP8_HEAD}; found {model.head_dim}")
-    block = BlockShape(
-        rows=max(len(group.layers) for group in groups),
-        size=config.block_size,
-        kv_heads=kv_heads.stop - kv_heads.start,
-        head_dim=model.head_dim,
-        dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
-        routed=routed_shape(model) if config.enable_return_routed_experts else None,
-    )
+    block = _block_shape(config, found, mesh, rows=max(len(group.layers) for group in groups))
     length = found.max_model_len
     # Ranks on CPUs share what is free.
     ranks = config.tensor_parallel_size if device.type == "cpu" else 1
@@ -209,6 +195,23 @@ def plan_memory(
         invariant_on_gpu=config.batch_invariant and device.type == "cuda",
     )
     return plan.with_blocks(cache_bytes(config, plan, device) // block.nbytes)
+
+
+def _block_shape(config: EngineConfig, found: Resolved, mesh: Mesh, *, rows: int) -> BlockShape:
+    """A block of `rows` layers with this rank's KV heads."""
+    model, dtype = found.shape, found.dtype
+    fp8 = config.kv_cache_dtype.startswith("fp8")
+    if fp8 and found.device.type == "cuda" and model.head_dim < LEAST_FP8_HEAD:
+        raise ValueError(f"an FP8 KV cache needs heads of {LEAST_FP8_HEAD}; found {model.head_dim}")
+    kv_heads = mesh.kv_shard(model.num_kv_heads)
+    return BlockShape(
+        rows=rows,
+        size=config.block_size,
+        kv_heads=kv_heads.stop - kv_heads.start,
+        head_dim=model.head_dim,
+        dtype=dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype],
+        routed=routed_shape(model) if config.enable_return_routed_experts else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +314,7 @@ def _start(
 ) -> Started:
     logger.info("%s", plan)
     plan.check()
-    device, ends = found.device, found.ends
+    ends = found.ends
     grammars = Grammars(lambda: _vocabulary(config, found, ends))
     runner, drafting = start_runner(
         config, found, plan, mesh, progress, grammars.of_request, experts=experts,
@@ -320,7 +323,50 @@ def _start(
     leading = runner if ranks is None else LeadingRunner(runner, ranks)
     devices = all_devices(config, runner, ranks)
     adapters = start_adapters(config, devices)
-    scheduler = Scheduler(
+    info = _info(config, found, plan, told_formats(runner.model.targets))
+    on_gpu = found.device.type == "cuda"
+    if peers is not None:
+        peers.ready()
+    engine = Engine(
+        _scheduler(config, found, plan, adapters),
+        leading if peers is None else JoinedRunner(runner, leading.launch, peers),
+        # A CPU has nothing to do beside the step.
+        eos_token_ids=ends, overlap=config.async_scheduling and on_gpu, grammars=grammars,
+        drafting=drafting, ranks=ranks, peers=peers, adapters=adapters,
+        expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
+        routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
+    )  # fmt: skip
+    control = Control(
+        engine, devices if experts is None else FixedDevices(),
+        seconds=config.weight_transfer.seconds,
+    )  # fmt: skip
+    return Started(engine, control, info, plan, found.weights, on_gpu)
+
+
+def _info(
+    config: EngineConfig,
+    found: Resolved,
+    plan: MemoryPlan,
+    quantized: dict[str, list[str]] | None,
+) -> ModelInfo:
+    return ModelInfo(
+        architecture=found.architecture,
+        vocab_size=found.shape.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=found.ends,
+        block_size=config.block_size,
+        num_blocks=plan.num_blocks,
+        dtype=str(found.dtype)[6:],
+        returns_routed_experts=config.enable_return_routed_experts,
+        quantized=quantized,
+        logprobs_mode=config.logprobs_mode,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, found: Resolved, plan: MemoryPlan, adapters: Adapters | None
+) -> Scheduler:
+    return Scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -329,34 +375,6 @@ def _start(
         num_drafts=0 if found.drafter is None else found.drafter.num_drafts,
         adapters=adapters,
     )
-    info = ModelInfo(
-        architecture=found.architecture,
-        vocab_size=found.shape.vocab_size,
-        max_model_len=plan.max_model_len,
-        eos_token_ids=ends,
-        block_size=config.block_size,
-        num_blocks=plan.num_blocks,
-        dtype=str(found.dtype)[6:],
-        returns_routed_experts=config.enable_return_routed_experts,
-        quantized=told_formats(runner.model.targets),
-        logprobs_mode=config.logprobs_mode,
-    )
-    # A CPU has nothing to do beside the step.
-    overlap = config.async_scheduling and device.type == "cuda"
-    if peers is not None:
-        peers.ready()
-    engine = Engine(
-        scheduler, leading if peers is None else JoinedRunner(runner, leading.launch, peers),
-        eos_token_ids=ends, overlap=overlap, grammars=grammars, drafting=drafting, ranks=ranks,
-        peers=peers, expert_load=None if load is None else ExpertLoad(load, runner.experts.loads),
-        adapters=adapters,
-        routing=Routing(RoutedReader(runner.storage)) if info.returns_routed_experts else None,
-    )  # fmt: skip
-    control = Control(
-        engine, devices if experts is None else FixedDevices(),
-        seconds=config.weight_transfer.seconds,
-    )  # fmt: skip
-    return Started(engine, control, info, plan, found.weights, device.type == "cuda")
 
 
 def _cache_groups(config: EngineConfig, found: Resolved, plan: MemoryPlan) -> CacheGroups:

@@ -384,6 +384,62 @@ class Rows:
     positions_T: torch.Tensor
     causal: bool
 
+    def check(self, q_TN: torch.Tensor, few: int) -> None:
+        assert self.each <= FEW_QUERIES and self.positions_T.is_contiguous()
+        assert len(self.positions_T) == len(q_TN) == few * self.each
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a launch shares out its work: `few` sequences of up to `queries` each, whose rows of
+    queries and heads are cut into `pieces` of `rows`, and whose keys into at most `parts`.
+
+    `apart`: one of them is that of the new tokens. A part has no fewer than `least` tiles of keys.
+    """
+
+    tile: Tile
+    few: int
+    queries: int
+    rows: int
+    pieces: int
+    least: int
+    apart: bool
+
+    @classmethod
+    def of(
+        cls, layout: PagedLayout, tile: Tile | None, blocks: Rows | None,
+        *, heads: int, kv_heads: int, fp8: bool, fresh: bool,
+    ) -> "Split":  # fmt: skip
+        """For the sequences of a layout, or of drafts, in as many query heads and KV heads."""
+        most = layout.mixed or layout.max_query if blocks is None else blocks.each
+        queries = min(next_power_of_2(most), FEW_QUERIES)
+        group, few = heads // kv_heads, layout.few if layout.mixed is None else len(layout.rows_B)
+        rows = min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
+        tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
+        return cls(
+            tile, few, queries, rows,
+            pieces=cdiv(group * queries, rows),
+            # The more queries, the more sums a part leaves behind.
+            least=max(tile.least, queries // 2),
+            apart=tile.apart and fresh and tile.splits > 1,
+        )  # fmt: skip
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is one part alone, which leaves no sums behind."""
+        return self.tile.splits == 1
+
+    @property
+    def parts(self) -> int:
+        return self.tile.splits + self.apart
+
+    def sums(self, q_TN: torch.Tensor, heads: int, size: int) -> torch.Tensor | None:
+        """Room for FP32 numbers [few * queries, heads, parts, size], if parts are to be summed."""
+        if self.whole:
+            return None
+        shape = self.few * self.queries, heads, self.parts, size
+        return torch.empty(shape, dtype=torch.float32, device=q_TN.device)
+
 
 def launch(
     q_TN: torch.Tensor,
@@ -404,22 +460,11 @@ def launch(
     """
     (_, heads, head_dim), kv_heads = out_THC.shape, cache.pairs_2KSC.shape[1]
     check_paging(q_TN, cache, layout, out_THC)
-    most = layout.mixed or layout.max_query if blocks is None else blocks.each
-    queries = min(next_power_of_2(most), FEW_QUERIES)
-    group, few = heads // kv_heads, layout.few if layout.mixed is None else len(layout.rows_B)
-    rows = min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
-    fp8 = cache.scales_2 is not None
-    tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
-    # The more queries, the more sums a part leaves behind.
-    whole, least = tile.splits == 1, max(tile.least, queries // 2)
-    apart = tile.apart and fresh is not None and not whole
-    parts = tile.splits + apart
-    sums, stats = None, None
-    if not whole:
-        sums, stats = (
-            torch.empty(few * queries, heads, parts, n, dtype=torch.float32, device=q_TN.device)
-            for n in (head_dim, 2)
-        )
+    split = Split.of(
+        layout, tile, blocks, heads=heads, kv_heads=kv_heads,
+        fp8=cache.scales_2 is not None, fresh=fresh is not None,
+    )  # fmt: skip
+    sums, stats = (split.sums(q_TN, heads, size) for size in (head_dim, 2))
     weight_2C, turn, ssmax_T, eps = None, None, None, 0.0
     if fresh is not None:
         weight_2C, turn, ssmax_T = fresh.weight_2C, fresh.turn, fresh.ssmax_T
@@ -427,38 +472,51 @@ def launch(
         check_preparation(weight_2C, cache, turn, ssmax_T, heads=fresh.heads, tokens=len(out_THC))
     positions_T = None
     if blocks is not None:
+        assert fresh is not None
+        blocks.check(q_TN, split.few)
         positions_T = blocks.positions_T
-        assert fresh is not None and blocks.each <= FEW_QUERIES
-        assert len(positions_T) == len(q_TN) == few * blocks.each and positions_T.is_contiguous()
-    pairs = kernel_view(cache)
-    pieces, rounds = cdiv(group * queries, rows), rounds_products(turn, q_TN)
-    common = {
-        "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window, "QUERIES": queries,
-        "KEYS": tile.keys, "FRESH": fresh is not None, "APART": apart,
-        "BLOCK": None if blocks is None else blocks.each, "MIXED": layout.mixed,
-        **end.options, **pdl(q_TN),
+    pairs, rounds, tile = kernel_view(cache), rounds_products(turn, q_TN), split.tile
+    common: dict[str, object] = {
+        "C": head_dim, "SIZE": layout.block_size, "WINDOW": layout.window,
+        "QUERIES": split.queries, "KEYS": tile.keys, "FRESH": fresh is not None,
+        "APART": split.apart, "BLOCK": None if blocks is None else blocks.each,
+        "MIXED": layout.mixed, **end.options, **pdl(q_TN),
     }  # fmt: skip
-    _split_kernel[(parts * pieces, kv_heads, few)](
+    _split_kernel[(split.parts * split.pieces, kv_heads, split.few)](
         q_TN, pairs, cache.scales_2, layout.tables_SN, layout.rows_B, layout.seq_lens_B,
         layout.starts_B, positions_T, layout.slots_T, weight_2C, *angles(turn), ssmax_T,
         sums, stats, *end.arguments, out_THC,
         q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1), end.gate_stride,
-        tile.splits, least, parts, scale * LOG2E.value, eps,
-        GROUP=group, KV_HEADS=kv_heads, ROWS=rows, TILES=pieces,
-        NEW=max(16, queries), CAUSAL=blocks is None or blocks.causal, TURN=turn is not None,
-        ROUND=rounds, SSMAX=ssmax_T is not None,
-        WHOLE=whole, num_warps=tile.warps if rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
+        tile.splits, split.least, split.parts, scale * LOG2E.value, eps,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, ROWS=split.rows, TILES=split.pieces,
+        NEW=max(16, split.queries), CAUSAL=blocks is None or blocks.causal,
+        TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None, WHOLE=split.whole,
+        num_warps=tile.warps if split.rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
         enable_fp_fusion=not rounds, **common,
     )  # fmt: skip
-    if whole:
-        return
+    if sums is not None and stats is not None:
+        _combine(split, sums, stats, layout, positions_T, end, out_THC, common)
+
+
+def _combine(
+    split: Split,
+    sums: torch.Tensor,
+    stats: torch.Tensor,
+    layout: PagedLayout,
+    positions_T: torch.Tensor | None,
+    end: End,
+    out_THC: torch.Tensor,
+    common: dict[str, object],
+) -> None:
+    """The parts of each query head together, with the sinks and the gate."""
+    _, heads, head_dim = out_THC.shape
     # All parts at once, as long as they fit in registers; by one warp if possible, which need not
     # wait for others.
-    at_once = min(next_power_of_2(parts), 256)
+    at_once = min(next_power_of_2(split.parts), 256)
     channels = min(head_dim, max(SUMS_OF_A_WARP // at_once, 32))
-    _combine_kernel[(queries, heads * head_dim // channels, few)](
+    _combine_kernel[(split.queries, heads * head_dim // channels, split.few)](
         sums, stats, layout.seq_lens_B, layout.starts_B, positions_T, *end.arguments, out_THC,
-        end.gate_stride, tile.splits, least, parts, HEADS=heads,
+        end.gate_stride, split.tile.splits, split.least, split.parts, HEADS=heads,
         BLOCK_P=at_once, BLOCK_C=channels,
         num_warps=max(1, at_once * channels // SUMS_OF_A_WARP), **common,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from limelight.ops.combine import Unsummed
 from limelight.ops.fp4 import FP4, PlainOrFP4
 from limelight.ops.lora import Adapted, Matrix, add_lora, needed, without_adapters
 from limelight.ops.mxfp8 import MXFP8
-from limelight.ops.weight import Stack, multiply_reference
+from limelight.ops.weight import Stack, Weight, multiply_reference
 
 # On a CPU, for the few tokens of a decode step, calls cost more than arithmetic: all experts at
 # once, in two products, beat a loop over those chosen while they are at most this many times the
@@ -46,45 +46,81 @@ def moe_reference(
     act = swiglu_fp32 if fp32 else swiglu
     gate_up_EGD, down_EDF = needed(gate_up_EGD), needed(down_EDF)
     assert not isinstance(gate_up_EGD, Stack) and not isinstance(down_EDF, Stack)
-    experts, count = len(gate_up_EGD), ids_TN.shape[1]
-    few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * count
-    alike = is_batch_invariant()
+    experts, alike = len(gate_up_EGD), is_batch_invariant()
+    few = len(y_TD) <= ALL_AT_ONCE_TOKENS and experts <= ALL_AT_ONCE_WASTE * ids_TN.shape[1]
     if isinstance(gate_up_EGD, Adapted) or isinstance(down_EDF, Adapted):
         out_TD = _adapted_sum(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
     elif len(y_TD) == 1 and not alike:
-        parts = [
-            multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
-            for e in ids_TN[0].tolist()
-        ]
-        out_TD = torch.mm(weights_TN, torch.cat(parts).float()).to(y_TD.dtype)
+        out_TD = _sum_of_one_row(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
     elif (
         few
         and not alike
         and isinstance(gate_up_EGD, torch.Tensor)
         and isinstance(down_EDF, torch.Tensor)
     ):
-        gate_up_ETG = torch.bmm(y_TD.expand(experts, -1, -1), gate_up_EGD.mT)
-        out_TED = torch.bmm(act(gate_up_ETG), down_EDF.mT).transpose(0, 1)
-        weights_TE = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
-        out_TD = _weighted_sum(weights_TE, out_TED)
+        out_TD = _sum_of_all(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
     else:
-        order_P = ids_TN.flatten().argsort(stable=True)
-        sizes = torch.bincount(ids_TN.flatten(), minlength=experts).tolist()
-        rows_PD = y_TD[order_P // count]
-        parts = [
-            multiply_reference(act(multiply_reference(part_XD, gate_up_EGD[e])), down_EDF[e])
-            for e, part_XD in enumerate(rows_PD.split(sizes))
-            if sizes[e]
-        ]
-        out_PD = torch.cat([rows_PD[:0], *parts])[order_P.argsort()]
-        weigh = invariant.weighted_sum if alike else _weighted_sum
-        out_TD = weigh(weights_TN, out_PD.unflatten(0, ids_TN.shape))
+        out_TD = _sum_by_expert(y_TD, gate_up_EGD, down_EDF, weights_TN, ids_TN, act)
     if scale != 1.0:
         out_TD = out_TD * scale
     if shared_gate_up_GD is not None and shared_down_DF is not None:
         inner_TF = linear.swiglu_project.reference(y_TD, shared_gate_up_GD, fp32=fp32)
         out_TD = out_TD + linear.project.reference(inner_TF, shared_down_DF)
     return out_TD
+
+
+def _sum_of_one_row(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    act: Activation,
+) -> torch.Tensor:
+    """The weighted sum of a single row's experts, one after another."""
+    parts = [
+        multiply_reference(act(multiply_reference(y_TD, gate_up_EGD[e])), down_EDF[e])
+        for e in ids_TN[0].tolist()
+    ]
+    return torch.mm(weights_TN, torch.cat(parts).float()).to(y_TD.dtype)
+
+
+def _sum_of_all(
+    y_TD: torch.Tensor,
+    gate_up_EGD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    act: Activation,
+) -> torch.Tensor:
+    """The weighted sum from what all experts make of all rows."""
+    experts = len(gate_up_EGD)
+    gate_up_ETG = torch.bmm(y_TD.expand(experts, -1, -1), gate_up_EGD.mT)
+    out_TED = torch.bmm(act(gate_up_ETG), down_EDF.mT).transpose(0, 1)
+    weights_TE = weights_TN.new_zeros(len(y_TD), experts).scatter(1, ids_TN, weights_TN)
+    return _weighted_sum(weights_TE, out_TED)
+
+
+def _sum_by_expert(
+    y_TD: torch.Tensor,
+    gate_up_EGD: Weight,
+    down_EDF: Weight,
+    weights_TN: torch.Tensor,
+    ids_TN: torch.Tensor,
+    act: Activation,
+) -> torch.Tensor:
+    """The weighted sum where each expert takes the rows that chose it."""
+    order_P = ids_TN.flatten().argsort(stable=True)
+    sizes = torch.bincount(ids_TN.flatten(), minlength=len(gate_up_EGD)).tolist()
+    rows_PD = y_TD[order_P // ids_TN.shape[1]]
+    parts = [
+        multiply_reference(act(multiply_reference(part_XD, gate_up_EGD[e])), down_EDF[e])
+        for e, part_XD in enumerate(rows_PD.split(sizes))
+        if sizes[e]
+    ]
+    out_PD = torch.cat([rows_PD[:0], *parts])[order_P.argsort()]
+    weigh = invariant.weighted_sum if is_batch_invariant() else _weighted_sum
+    return weigh(weights_TN, out_PD.unflatten(0, ids_TN.shape))
 
 
 def _adapted_sum(

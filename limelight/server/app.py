@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 
 import uvicorn
@@ -12,15 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from limelight import __version__
 from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import Served
 from limelight.engine.replicas import Replicas
-from limelight.metrics import CONTENT_TYPE
 from limelight.parallel.torchrun import Torchrun
 from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
@@ -29,11 +26,11 @@ from limelight.server.http import Call, read_body, until_gone
 from limelight.server.lifecycle import SECONDS_TO_TELL, Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
-from limelight.server.openapi import describe
 from limelight.server.page import Page
 from limelight.server.prompts import Prompts
 from limelight.server.service import Service
 from limelight.server.startup import address, example, listen, load_texts
+from limelight.server.status import StatusRoutes
 from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
@@ -125,38 +122,6 @@ class Post:
 
 
 def _routes(service: Service) -> list[Route]:
-    started = int(time.time())
-    client, lifecycle = service.client, service.lifecycle
-
-    async def health(request: Request) -> Response:
-        return Response(status_code=200 if client.status.healthy else 503)
-
-    async def ready(request: Request) -> Response:
-        status = client.status
-        phase = "paused" if client.state.refusal is not None else status.phase
-        phase = "draining" if lifecycle.draining else phase
-        content = {"ready": lifecycle.is_ready, "phase": phase, "percent": status.percent}
-        return JSONResponse(content, status_code=200 if lifecycle.is_ready else 503)
-
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
-
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
-
-    async def finish_session(request: Request) -> Response:
-        # Nothing is kept for a session: X-Session-ID alone says where its requests go.
-        return JSONResponse({"status": "finished"})
-
-    async def models(request: Request) -> Response:
-        lifecycle.admit()
-        length = client.info.max_model_len
-        data = [_model(name, started, length) for name in service.reader.names]
-        for name, adapter in service.adapters.by_name.items():
-            model = _model(name, started, length)
-            data.append(model | {"root": adapter.lora_path, "parent": service.reader.names[0]})
-        return JSONResponse({"object": "list", "data": data})
-
     posts = {
         "/v1/chat/completions": service.chat,
         "/v1/completions": service.completion,
@@ -175,32 +140,8 @@ def _routes(service: Service) -> list[Route]:
     return [
         Route("/", Page(), methods=["GET"]),
         *(Route(path, Post(service, answer), methods=["POST"]) for path, answer in posts.items()),
-        Route("/finish_session", finish_session, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/ping", health, methods=["GET", "POST"]),
-        Route("/version", version),
-        Route("/metrics", metrics),
-        Route("/openapi.json", _description),
+        *StatusRoutes(service).routes(),
     ]
-
-
-async def _description(request: Request) -> Response:
-    return JSONResponse(describe())
-
-
-def _model(name: str, created: int, max_model_len: int) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "limelight",
-        "root": name,
-        "parent": None,
-        "max_model_len": max_model_len,
-        "permission": [],
-    }
 
 
 def run(
