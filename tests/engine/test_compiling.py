@@ -167,7 +167,7 @@ def test_a_cold_start_compiles_nothing_but_what_was_compiled_ahead(tmp_path):
     file = tmp_path / "startup.json"
     subprocess.run(
         [sys.executable, "-m", "limelight", "bench", "startup", "flint-nano", "--cold",
-         "--json", file], check=True,
+         "--kv-cache-memory-bytes", "268435456", "--json", file], check=True,
     )  # fmt: skip
     (row,) = json.loads(file.read_text())["rows"]
     assert row["kernels_met"] == 0 and row["compiling_s"]["median"] > 0
