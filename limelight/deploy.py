@@ -186,7 +186,7 @@ class KnownBeginnings(RequestRouter):
                 candidate_replicas, key=lambda one: draw(session, one.replica_id.unique_id)
             )
             return [[one] for one in reversed(ranked)]
-        known = self.beginnings.known(pieces_of(request.prompt_token_ids, request.cache_salt))
+        known = self.beginnings.known(pieces_of(request))
 
         def cost(replica: RunningReplica) -> int:
             open_ = self.replica_queue_len_cache.get(replica.replica_id) or 0
@@ -198,8 +198,7 @@ class KnownBeginnings(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
         if (request := _request_of(pending_request)) is not None:
-            pieces = pieces_of(request.prompt_token_ids, request.cache_salt)
-            self.beginnings.learn(pieces, replica_id)
+            self.beginnings.learn(pieces_of(request), replica_id)
 
 
 def _request_of(pending: PendingRequest | None) -> Request | None:

@@ -112,10 +112,7 @@ class Replicas:
         said = False
         for last in (request.replica is not None, True):
             engines = self._choice(request)
-            salt = f"{request.adapter_id} {request.cache_salt}"
-            with self.router.errand(
-                request.prompt_token_ids, engines, salt=salt, session=request.session
-            ) as errand:
+            with self.router.errand(request, engines) as errand:
                 try:
                     stream = self.clients[errand.engine].submit(request)
                     async with aclosing(stream) as outputs:

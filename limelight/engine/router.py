@@ -8,10 +8,12 @@ The cheapest gets it. Engines are called by any keys.
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from limelight.types import Request
 
 PIECE = 64
 # Tokens of a prompt that take about as long as the answer of an open request holds others up.
@@ -69,26 +71,19 @@ class Router(Generic[Engine]):
         self.beginnings: Beginnings[Engine] = Beginnings()
 
     @contextmanager
-    def errand(
-        self,
-        prompt: Sequence[int],
-        engines: Collection[Engine],
-        *,
-        salt: str = "",
-        session: str | None = None,
-    ) -> Iterator[Errand[Engine]]:
+    def errand(self, request: Request, engines: Collection[Engine]) -> Iterator[Errand[Engine]]:
         """A request given to one of `engines` for the length of the block.
 
-        Requests of one `session` go to one engine, as long as it is there.
+        Requests of one session go to one engine, as long as it is there.
         """
-        pieces = pieces_of(prompt, salt)
+        pieces, session = pieces_of(request), request.session
         known = self.beginnings.known(pieces)
         if session is None:
             chosen = min(engines, key=lambda one: self.work[one] - known[one])
         else:
             chosen = max(engines, key=lambda one: draw(session, one))
         self.beginnings.learn(pieces, chosen)
-        errand = Errand(chosen, len(prompt) - known[chosen])
+        errand = Errand(chosen, len(request.prompt_token_ids) - known[chosen])
         self.work[chosen] += OPEN + errand.left
         try:
             yield errand
@@ -102,9 +97,12 @@ class Router(Generic[Engine]):
         errand.left = 0
 
 
-def pieces_of(prompt: Sequence[int], salt: str) -> list[int]:
-    """A number for each whole piece of a prompt and all before it."""
-    pieces = [hash(salt)]
+def pieces_of(request: Request) -> list[int]:
+    """A number for each whole piece of a prompt and all before it.
+
+    As in the prefix cache, prompts with different salts or adapters have none in common.
+    """
+    prompt, pieces = request.prompt_token_ids, [hash((request.adapter_id, request.cache_salt))]
     for start in range(0, len(prompt) - PIECE + 1, PIECE):
         pieces.append(hash((pieces[-1], *prompt[start : start + PIECE])))
     return pieces[1:]

@@ -83,6 +83,12 @@ def test_a_request_goes_to_the_replica_that_knows_its_beginning_or_has_its_sessi
     assert chosen(400) == 1
     lengths[replicas[1].replica_id] = 9
     assert chosen(400) == 2
+    lengths |= dict(zip(lengths, (1, 0, 0), strict=True))
+    assert chosen(400, adapter_id=7) == 1
+    lengths[replicas[1].replica_id] = 1
+    # Neither an adapter's beginnings nor those of another salt are the base model's.
+    assert chosen(400, adapter_id=7) == 1
+    assert chosen(400, adapter_id=8) == chosen(400, cache_salt="salt") == 2
     assert len({chosen(session="a session") for _ in range(5)}) == 1
     assert len({chosen(session=f"session {i}") for i in range(40)}) == 3
     assert asyncio.run(router.choose_replicas(replicas, None)) == [replicas]
