@@ -111,7 +111,7 @@ def end_with_parent(folder: str) -> None:
 def heard(commands: "zmq.Socket[bytes]", engine: "Engine", seconds: float) -> bool:
     """Whether there is a command; with nothing to do it waits for one, or for a step of others, but
     not longer than `seconds` where these are finite."""
-    if engine.peers is None or engine.has_work:
+    if engine.peers is None or engine.has_work or not seconds:
         wait = None if math.isinf(seconds) else math.ceil(1000 * seconds)
         return bool(commands.poll(0 if engine.has_work else wait))
     poller = zmq.Poller()
@@ -145,15 +145,15 @@ def run(
     reporter.send(Report(phase="ready", info=started.info, stats=engine.stats()))
     while True:
         outputs: list[Output] = []
-        # Between steps, take the commands that are there.
-        while heard(commands, engine, control.seconds_left):
+        # Between steps, take all commands that are there; what has an end to tell waits for none.
+        while heard(commands, engine, 0.0 if outputs else control.seconds_left):
             command = decoder.decode(commands.recv())
             for request in command.add:
                 outputs += control.add(request)
             outputs += filter(None, map(engine.abort, command.abort))
             for asked in command.asked:
                 outputs += control.take(asked)
-            if outputs or command.asked:
+            if command.asked:
                 break
         control.expire()
         reporter.step_started = time.monotonic()

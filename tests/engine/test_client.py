@@ -106,6 +106,24 @@ async def until(condition, *, within=2.0):
     assert condition()
 
 
+def test_many_that_leave_at_once_are_forgotten_within_a_step(shared):
+    async def scenario(client):
+        jobs = [
+            asyncio.create_task(collect(client, request([i + 1], max_tokens=400)))
+            for i in range(60)
+        ]
+        await until(lambda: client.stats.running + client.stats.waiting == 60)
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        before = client.stats.steps
+        await until(lambda: client.stats.running + client.stats.waiting == 0)
+        # One may be under way, and one begin when not all have told.
+        assert client.stats.steps - before < 10
+
+    shared(scenario)
+
+
 def test_requests_are_served_together_and_leavers_are_forgotten(shared):
     async def scenario(client):
         asked = [request([5, 6, 7 + i], max_tokens=20 + i) for i in range(5)]
