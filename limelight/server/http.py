@@ -33,7 +33,8 @@ _PRIVATE = re.compile(r"0x[0-9a-fA-F]+|(?:/[\w.+-]+){2,}")
 
 
 class Refused(Exception):
-    """An answer that is an error: HTTP status, text, and the seconds after which to try again."""
+    """An answer that is an error: HTTP status, text, and the seconds after which to try again, or
+    the methods that would do."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Refused(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        allow: str | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -50,6 +52,7 @@ class Refused(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, object]:
@@ -67,6 +70,8 @@ class Refused(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.allow is not None:
+            return {"allow": self.allow}
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
@@ -103,7 +108,8 @@ def refusal(error: Exception) -> Refused:
         case EngineDead():
             return Refused(503, "the engine has died that had this request", retry_after=10)
         case HTTPException():
-            return Refused(error.status_code, error.detail)
+            methods = (error.headers or {}).get("Allow")
+            return Refused(error.status_code, error.detail, allow=methods)
     logger.error("a request met a fault of the server", exc_info=error)
     return Refused(500, "the server met an internal error; its log says more")
 

@@ -80,6 +80,9 @@ def describe() -> JSON:
     )
     of_bodies = {struct: schemas.pop(struct.__name__) for struct in structs}
     paths: JSON = {path: {"get": _operation(path, media)} for path, media in READS.items()}
+    named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    one = _operation("/v1/models/{name}", "application/json") | {"parameters": [named]}
+    paths["/v1/models/{name}"] = {"get": one}
     paths["/finish_session"] = {"post": _operation("/finish_session", "application/json")}
     for path, fields in BODIES.items():
         properties: JSON = {}

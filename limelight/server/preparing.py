@@ -14,6 +14,9 @@ from limelight.stats import ModelInfo
 from limelight.text.parsers import AnswerParser
 from limelight.types import Request, RequestError
 
+# Each choice takes its prompt along to the engine; 64 choices of a prompt of 262,144 tokens.
+MOST_PROMPT_TOKENS = 2**24
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -30,13 +33,19 @@ def prepare(
     """All that is needed to answer; `RequestError` names fields as the body does."""
     # Two clients may choose the same X-Request-Id; the engine must still tell them apart.
     unique = f"{question.id}-{uuid.uuid4().hex[:8]}"
-    prepared = Prepared([], [], [])
+    prepared, num_tokens = Prepared([], [], []), 0
     with renamed(question.field_names):
         demand = handler.demand(question)
         for index, prompt in enumerate(
             prompts.read(question.source, add_special_tokens=question.add_special_tokens)
         ):
             prompt = _truncated(prompt, question, info)
+            num_tokens += question.params.n * len(prompt.token_ids)
+            if num_tokens > MOST_PROMPT_TOKENS:
+                raise RequestError(
+                    f"n times the tokens of all prompts must be at most {MOST_PROMPT_TOKENS}",
+                    param="n",
+                )
             requests = make_requests(
                 f"{unique}-{index}", prompt.token_ids, question.params,
                 info=info, tokenizer=prompts.tokenizer,

@@ -23,6 +23,8 @@ class StatusRoutes:
         return [
             Route("/finish_session", self.finish_session, methods=["POST"]),
             Route("/v1/models", self.models),
+            # A name may have slashes.
+            Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/ping", self.health, methods=["GET", "POST"]),
@@ -57,20 +59,25 @@ class StatusRoutes:
 
     async def models(self, request: Request) -> Response:
         self.service.lifecycle.admit()
-        names, adapters = self.service.reader.names, self.service.adapters.by_name
-        data = [self._model(name, root=name) for name in names]
-        for name, adapter in adapters.items():
-            data.append(self._model(name, root=adapter.lora_path, parent=names[0]))
-        return JSONResponse({"object": "list", "data": data})
+        names = [*self.service.reader.names, *self.service.adapters.by_name]
+        return JSONResponse({"object": "list", "data": list(map(self._told, names))})
 
-    def _model(self, name: str, *, root: str, parent: str | None = None) -> dict[str, object]:
+    async def model(self, request: Request) -> Response:
+        self.service.lifecycle.admit()
+        name = request.path_params["name"]
+        self.service.reader.check_model(name)
+        return JSONResponse(self._told(name))
+
+    def _told(self, name: str) -> dict[str, object]:
+        """A name that is served: that of the model, or of an adapter."""
+        adapter = self.service.adapters.by_name.get(name)
         return {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "limelight",
-            "root": root,
-            "parent": parent,
+            "root": name if adapter is None else adapter.lora_path,
+            "parent": None if adapter is None else self.service.reader.names[0],
             "max_model_len": self.service.client.info.max_model_len,
             "permission": [],
         }

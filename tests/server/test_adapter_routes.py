@@ -75,10 +75,12 @@ def names(api):
 
 
 def test_adapters_are_models_with_a_parent(served):
-    own, first = served().get("/v1/models").json()["data"]
+    api = served()
+    own, first = api.get("/v1/models").json()["data"]
     assert own["parent"] is None
     assert first["id"] == "first" and first["parent"] == MODEL
     assert first["root"] == "/adapters/first"
+    assert api.get("/v1/models/first").json() == first
 
 
 def test_a_request_names_its_adapter_on_every_route(served):

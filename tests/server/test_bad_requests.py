@@ -78,6 +78,15 @@ def test_a_hundred_thousand_prompts_are_refused_at_once(api):
     assert time.perf_counter() - began < 1
 
 
+def test_many_choices_of_a_long_prompt_are_refused_before_any_is_sent(make_api):
+    engine = FakeEngine()
+    engine.max_model_len = 2048
+    api = make_api(engine)
+    assert refused(api.complete([7] * 2000, n=8400, temperature=1))["param"] == "n"
+    assert refused(api.complete([[7] * 2000] * 600, n=14, temperature=1))["param"] == "n"
+    assert engine.requests == []
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -283,13 +292,16 @@ def test_a_fault_of_ours_is_a_500_without_its_text(make_api, caplog):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "status", "allowed"),
     [
-        ("GET", "/nope", 404),
-        ("GET", CHAT, 405),
-        ("POST", "/v1/models", 405),
-        ("POST", "/health", 405),
+        ("GET", "/nope", 404, None),
+        ("GET", CHAT, 405, {"POST"}),
+        ("POST", "/v1/models", 405, {"GET", "HEAD"}),
+        ("POST", "/health", 405, {"GET", "HEAD"}),
     ],
 )
-def test_router_errors_have_the_same_shape(api, method, path, status):
-    refused(api.request(method, path), status)
+def test_router_errors_have_the_same_shape(api, method, path, status, allowed):
+    answer = api.request(method, path)
+    refused(answer, status)
+    told = answer.headers.get("allow")
+    assert (told and set(told.split(", "))) == allowed

@@ -34,6 +34,7 @@ def test_the_official_client_gets_chats_and_streams(live):
     assert text == "Hello, world!"
     assert chunks[-1].usage.completion_tokens == 14
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
 
 
 def test_the_official_client_gets_completions(live):

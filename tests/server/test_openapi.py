@@ -18,7 +18,7 @@ def test_every_route_is_described_and_needs_no_key(make_api):
     assert answer.status_code == 200 and answer.json() == describe()
     described = set(answer.json()["paths"])
     # The page is for people.
-    assert {route.path for route in api.app.routes} - {"/"} == described
+    assert {route.path_format for route in api.app.routes} - {"/"} == described
 
 
 @pytest.mark.parametrize("path", VALID)

@@ -41,6 +41,14 @@ def test_models_lists_every_name_with_the_length(make_api):
     assert {model["object"] for model in answer["data"]} == {"model"}
 
 
+def test_a_model_is_told_by_its_name_which_may_have_slashes(make_api):
+    api = make_api(served_model_name=["org/a", "b"])
+    for one in api.get("/v1/models").json()["data"]:
+        assert api.get(f"/v1/models/{one['id']}").json() == one
+    answer = api.get("/v1/models/c")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.parametrize("phase", ["starting", "loading", "dead"])
 def test_requests_before_and_after_the_engine_are_told_to_come_back(make_api, phase):
     engine = FakeEngine(phase=phase)
