@@ -110,7 +110,10 @@ class MessageAnswer:
             self.blocks.append(_told(item, msgspec.json.decode(item.text or "{}")))
 
     def _end(self, delta: Delta):
-        if delta.finish_reason != "stop":
+        if delta.finish_reason == "abort":
+            # The server has ended it; who sends it back lets the answer go on.
+            self.stop_reason = "pause_turn"
+        elif delta.finish_reason != "stop":
             self.stop_reason = "max_tokens"
         elif self.has_called:
             self.stop_reason = "tool_use"

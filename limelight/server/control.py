@@ -50,6 +50,7 @@ UNTOLD = frozenset({
     "model", "tokenizer", "hf_config_path", "prefix_hash_seed", "lora_modules", "expert_load_file",
     "expert_placement", "speculative_config",
 })  # fmt: skip
+KINDS_OF_ANSWERS = ("", "chatcmpl-", "cmpl-", "gen-", "resp_", "msg_")
 DRAFTS = (
     "start_draft_weight_update is not supported: drafters are DFlash2 models, trained by themselves"
 )
@@ -152,7 +153,7 @@ class ControlRoutes:
         names = None
         if ids is not None:
             # An answer's id has the kind of the answer before the request's own.
-            names = [f"{kind}{id}" for id in ids for kind in ("", "chatcmpl-", "cmpl-", "gen-")]
+            names = [f"{kind}{id}" for id in ids for kind in KINDS_OF_ANSWERS]
         results = await self._order(AbortRequests(names))
         return {"status": "aborted", "aborted": sum(int(str(r["aborted"])) for r in results)}
 

@@ -20,6 +20,8 @@ TYPES = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
 IDS = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 # The parts of which items consist, and how their events are called.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
+# Why an answer is not whole; OpenAI has no word for one that the server has ended.
+REASONS = {"length": "max_output_tokens", "abort": "abort"}
 
 
 class ResponseAnswer:
@@ -43,6 +45,7 @@ class ResponseAnswer:
         self.item: Item | None = None
         self.index = 0  # of the item that is open, or of the next one
         self.status = "in_progress"
+        self.cut_by: str | None = None
         self.begun = False
         self.num_events = 0
         self.num_generated = self.num_reasoning = self.num_cached = 0
@@ -95,6 +98,7 @@ class ResponseAnswer:
             cut = delta.finish_reason != "stop"
             yield from self._close(cut=cut)
             self.status = "incomplete" if cut else "completed"
+            self.cut_by = REASONS.get(delta.finish_reason)
 
     def _open(self, part: Part) -> Iterator[JSON]:
         item = Item(part.kind, IDS[part.kind] + uuid4().hex, part.call, part.name or "")
@@ -179,7 +183,7 @@ class ResponseAnswer:
     def whole(self) -> JSON:
         """The answer as far as it has come; its last state is the whole answer."""
         is_over = self.status in ("completed", "incomplete")
-        reason = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        reason = {"reason": self.cut_by} if self.status == "incomplete" else None
         return {
             "id": self.question.id,
             "object": "response",

@@ -100,8 +100,21 @@ def test_requests_are_aborted_by_the_ids_that_clients_know(api, engine):
     engine.results = [{"aborted": 1}]
     api.post("/abort_requests", json={"request_ids": ["a"]})
     api.post("/abort_requests", json={"request_ids": []})
-    known = AbortRequests(["a", "chatcmpl-a", "cmpl-a", "gen-a"])
+    known = AbortRequests(["a", "chatcmpl-a", "cmpl-a", "gen-a", "resp_a", "msg_a"])
     assert engine.orders == [known, AbortRequests([])]
+
+
+def test_no_api_takes_an_answer_that_was_aborted_for_one_that_is_full(make_api):
+    engine = FakeEngine()
+    engine.script = lambda request: engine.told_to_end.add(request.id) or [72] * 9
+    api, chat = make_api(engine), {"messages": [{"role": "user", "content": "Hi"}]}
+    [choice] = api.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("H", "abort")
+    message = api.post("/v1/messages", json=chat | {"max_tokens": 50}).json()
+    assert (message["content"][0]["text"], message["stop_reason"]) == ("H", "pause_turn")
+    response = api.post("/v1/responses", json={"input": "Hi"}).json()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "abort"}
 
 
 def test_weights_that_sleep_already_stay_at_their_level(api, engine):
