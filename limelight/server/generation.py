@@ -197,6 +197,8 @@ class Generation:
     def _refused(self, what: str) -> RequestError:
         """The engine has found that the answer cannot be held to what was asked for."""
         param = self.question.demanded_by
+        if param is None and self.question.params.allowed_token_ids is not None:
+            param = "allowed_token_ids"
         return RequestError(what, param=self.question.field_names.get(param, param))
 
 

@@ -209,6 +209,7 @@ def test_a_format_needs_a_tokenizer(make_api):
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"response_format": FORMAT}, "response_format"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "allowed_token_ids"),
     ],
     ids=lambda value: str(value)[:40],
 )
