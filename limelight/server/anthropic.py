@@ -72,10 +72,7 @@ def read_message(reader: Reader, body: bytes, request_id: str, *, counts: bool =
     With `counts` its prompt is only to be counted, which takes no max_tokens.
     """
     fields = decode(body, MessageFields)
-    present = decode(body, dict[str, msgspec.Raw])
-    for name in NOT_HERE:
-        if name in present and bytes(present[name]) not in (b"null", b"[]", b"{}"):
-            raise RequestError(f"{name} is not supported here; leave it out", param=name)
+    _refuse_what_is_not_here(body)
     shared = decode(body, SharedFields)
     if shared.max_tokens is None and not counts:
         raise RequestError("max_tokens is missing", param="max_tokens")
@@ -101,6 +98,27 @@ def read_message(reader: Reader, body: bytes, request_id: str, *, counts: bool =
         id="msg_" + (clean_request_id(shared.request_id) or request_id),
         field_names=FIELD_NAMES,
     )
+
+
+def _refuse_what_is_not_here(body: bytes):
+    present = decode(body, dict[str, msgspec.Raw])
+    for name in NOT_HERE:
+        if name not in present:
+            continue
+        value = decode(bytes(present[name]), object)
+        match value:
+            # Claude Code says so: nothing is to be taken out of the conversation.
+            case {"edits": list(edits)} if all(_keeps_all(edit) for edit in edits):
+                value = None
+        if value:
+            raise RequestError(f"{name} is not supported here; leave it out", param=name)
+
+
+def _keeps_all(edit: object) -> bool:
+    match edit:
+        case {"type": str(kind), "keep": "all"}:
+            return kind.startswith("clear_thinking_")
+    return False
 
 
 def _response_format(fields: MessageFields) -> JSON | None:

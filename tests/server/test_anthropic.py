@@ -268,6 +268,9 @@ def test_fields_reach_the_engine(make_parsed):
     api, engine, _ = make_parsed("Yes")
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_sequences": ["x"], "seed": 7}
     fields |= {"max_tokens": 11, "metadata": {"user_id": "me"}, "service_tier": "auto", "n": 5}
+    # As Claude Code sends it: nothing is to be cleared.
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    fields |= {"context_management": {"edits": edits}, "mcp_servers": []}
     assert ask(api, **fields).status_code == 200
     [request] = engine.requests
     params = request.params
@@ -306,6 +309,8 @@ def test_fields_reach_the_engine(make_parsed):
         ("thinking", {"type": "enabled", "budget_tokens": -1}),
         ("output_config", {"format": {"type": "xml"}}), ("output_config", {"effort": "huge"}),
         ("mcp_servers", [{"name": "x"}]), ("container", "c"),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919", "keep": "all"}]}),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015"}]}),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
