@@ -198,10 +198,21 @@ class Load:
         self.thread.join()
 
 
-def engines() -> list[int]:
-    """Processes of engines on this machine."""
+def engines(server: subprocess.Popen) -> list[int]:
+    """Processes of the server's engines, which are not its children but have its environment."""
+    folder = environment(server.pid)["RAY_TMPDIR"]
     found = subprocess.run(["pgrep", "-f", "limelight.engine.process"], capture_output=True)
-    return list(map(int, found.stdout.split()))
+    pids = map(int, found.stdout.split())
+    return [pid for pid in pids if environment(pid).get("RAY_TMPDIR") == folder]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Empty for a process that has ended."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.partition("=")[::2] for entry in entries if entry)
 
 
 @pytest.mark.slow
@@ -211,10 +222,10 @@ def test_no_request_is_lost_when_an_engine_is_killed_and_all_are_replaced(served
     try:
         until(lambda: load.right > 10)
         assert not load.faults
-        before = engines()
+        before = engines(process)
         assert len(before) == 3
         os.kill(before[0], signal.SIGKILL)
-        until(lambda: len(engines()) == 3 and before[0] not in engines(), seconds=180)
+        until(lambda: len(engines(process)) == 3 and before[0] not in engines(process), seconds=180)
         count = load.right
         until(lambda: load.right > count + 10)
         # Whoever had a word already was told; all others got their text.
@@ -222,10 +233,10 @@ def test_no_request_is_lost_when_an_engine_is_killed_and_all_are_replaced(served
         assert not silent
         assert len(load.faults) <= load.clients
         load.faults.clear()
-        before = engines()
+        before = engines(process)
         update = [sys.executable, "-c", UPDATE]
         subprocess.run(update, check=True, timeout=300)
-        until(lambda: not set(before) & set(engines()), seconds=240)
+        until(lambda: not set(before) & set(engines(process)), seconds=240)
         count = load.right
         until(lambda: load.right > count + 10)
         assert not load.faults
@@ -236,9 +247,10 @@ def test_no_request_is_lost_when_an_engine_is_killed_and_all_are_replaced(served
     with ThreadPoolExecutor() as pool:
         last = pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=60)
         time.sleep(0.5)
+        last_engines = engines(process)
         process.send_signal(signal.SIGTERM)
         assert last.result().json()["usage"]["completion_tokens"] == 300
-    assert process.wait(60) == 0 and not engines()
+    assert process.wait(60) == 0 and not any(map(environment, last_engines))
 
 
 UPDATE = """
