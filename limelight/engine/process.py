@@ -188,6 +188,8 @@ def main(arguments: list[str]) -> int:
         torchrun = msgspec.json.decode(torchrun_json, type=Torchrun | None)
         run(config, circle, torchrun, commands, reporter)
     except ValueError as error:
+        if reporter.phase == "ready":  # so it is no user's mistake
+            logger.exception("the engine failed")
         reporter.send(Report(phase="dead", fault=str(error)))
     except Exception as error:
         logger.exception("the engine failed")

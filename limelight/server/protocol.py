@@ -1,11 +1,34 @@
-"""uvicorn's HTTP protocol, bounded: without a key anyone may send a request line or headers."""
+"""uvicorn's HTTP protocol, bounded, and deaf to clients that would rather speak another one."""
 
+import asyncio
+from array import array
+
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Bytes of a request that are not its body: the request line, headers, trailers.
 MAX_HEAD = 2**16
 # A chunked body is framed; even chunks of one byte need no more than this for each.
 FRAME_BYTES = 8
+# By which a client, such as Java's own, offers to go on in HTTP/2 or as a web socket.
+OFFERS = (b"upgrade", b"connection", b"http2-settings")
+
+
+class Parser(httptools.HttpRequestParser):
+    """Has a request with an offer parsed anew without it, for such a one it takes to have no body.
+
+    Whoever makes an offer must be content if nobody takes it up.
+    """
+
+    def __init__(self, protocol: "BoundedProtocol"):
+        super().__init__(protocol)
+        self.protocol = protocol
+
+    def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            self.protocol.begin_anew(bytes(data)[error.args[0] :])
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -18,9 +41,31 @@ class BoundedProtocol(HttpToolsProtocol):
     num_body = 0
     num_other = 0
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.parser = Parser(self)
+
+    def begin_anew(self, rest: bytes) -> None:
+        """Parse the request whose head was just read without its offer, and then `rest`."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserInvalidMethodError("this server is no proxy")
+        lines = [method + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in self.headers if name not in OFFERS]
+        self.parser = Parser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
+
     def on_message_begin(self) -> None:
         self.num_other = 0
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self.num_body += len(body)

@@ -1,0 +1,93 @@
+"""The server's HTTP beneath its routes: heads of any size, bodies in any pieces, and offers."""
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+ENDLESS = {
+    "request-line": (b"GET /", b"a"),
+    "header": (b"GET /health HTTP/1.1\r\nX: ", b"a"),
+    "headers": (b"GET /health HTTP/1.1\r\n", b"X: y\r\n"),
+    "trailers": (
+        b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n",
+        b"X: y\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ENDLESS)
+def test_an_endless_head_ends_its_connection(live, where):
+    server = live()
+    head, more = ENDLESS[where]
+    with (
+        pytest.raises(ConnectionError),
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection,
+    ):
+        connection.sendall(head)
+        for _ in range(64):
+            connection.sendall(more * (2**16 // len(more)))
+            time.sleep(0.001)
+    assert server.get("/health").status_code == 200
+
+
+def test_a_long_head_and_many_small_chunks_are_fine(live):
+    server = live()
+    body = json.dumps({"prompt": "a", "user": "u" * 30_000}).encode()
+
+    def pieces():
+        for at in range(0, len(body), 3):
+            yield body[at : at + 3]
+
+    headers = {"content-type": "application/json", "x-long": "a" * 30_000}
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert client.post(COMPLETION, content=pieces(), headers=headers).status_code == 200
+
+
+BODY = json.dumps({"prompt": "a"}).encode()
+FRAMED = {
+    "whole": (b"Content-Length: %d\r\n\r\n" % len(BODY), BODY),
+    "chunks": (
+        b"Transfer-Encoding: chunked\r\n\r\n",
+        b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (BODY[:5], len(BODY) - 5, BODY[5:]),
+    ),
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("framing", FRAMED)
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+def test_a_body_behind_an_offer_of_another_protocol_is_read(live, offer, framing, later):
+    server = live()
+    length, body = FRAMED[framing]
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+        b"Upgrade: %b\r\n" % offer
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        for _ in range(2):
+            connection.sendall(head + length + (b"" if later else body))
+            if later:
+                time.sleep(0.05)
+                connection.sendall(body)
+            received = b""
+            while b"Hello, world!" not in received:
+                assert (data := connection.recv(65536)), received
+                received += data
+            assert received.startswith(b"HTTP/1.1 200")
+    assert len(server.engine.requests) == 2
+
+
+def test_no_one_is_connected_elsewhere(live):
+    server = live()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
