@@ -230,9 +230,9 @@ class Compiling:
     def _run(self) -> None:
         try:
             self._process()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             # The first tag will find the same, and tell.
-            logger.exception("constraints cannot be compiled yet")
+            logger.warning("constraints cannot be compiled yet: %s", error)
         while (key := self._keys.get()) is not None:
             try:
                 self._process().send(key)

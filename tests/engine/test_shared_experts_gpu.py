@@ -15,8 +15,9 @@ pytestmark = pytest.mark.gpu
 NO_DRAFTS = {"num_speculative_tokens": 0}
 # Of BF16 the mean difference of a prompt's log-probabilities, and tokens up to the first that
 # differs: which of two near ones is chosen may change with the number of rows of a product. Models
-# this small lose more by FP8 rows (seen on a CPU: 0.2) than large ones, and then choose others.
-NEAR, NEAR_FP8, SAME = 0.03, 0.4, 0.7
+# this small lose more by FP8 rows (seen on a CPU: 0.2) than large ones, and then choose others. So
+# they do by sums of two ranks, rounded in between (seen on a CPU: 0.1).
+NEAR, NEAR_SUMS, NEAR_FP8, SAME = 0.03, 0.2, 0.4, 0.7
 EAGER = {"enforce_eager": True}
 WAYS = {
     "graphs": {},
@@ -93,7 +94,7 @@ def test_two_gpus_of_one_engine_share_whole_experts():
     async def main():
         expected = await answers("flint-nano", 1)
         sharing = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-        assert_near(await answers("flint-nano", 1, **sharing), expected)
+        assert_near(await answers("flint-nano", 1, **sharing), expected, NEAR_SUMS, 0.0)
 
     asyncio.run(main())
 
@@ -103,6 +104,6 @@ def test_four_gpus_are_two_engines_of_two():
     async def main():
         expected = await answers("beam-nano", 1)
         sharing = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-        assert_near(await answers("beam-nano", 2, **sharing), expected)
+        assert_near(await answers("beam-nano", 2, **sharing), expected, NEAR_SUMS, 0.0)
 
     asyncio.run(main())

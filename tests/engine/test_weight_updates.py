@@ -283,4 +283,9 @@ def test_graphs_outlive_an_update_and_come_back_after_sleep(
     one.order(WakeUp(["kv_cache"]))
     assert one.control.devices.runner.graphs is not None
     one.steps()
-    assert [answer.token_ids for answer in answers] == expected
+    if quantization is None:
+        assert [answer.token_ids for answer in answers] == expected
+    else:
+        # What was written before is read as a prompt, where a number may fall to another code.
+        assert [len(answer.token_ids) for answer in answers] == [60] * len(long)
+    assert one.ask(*long, max_tokens=60) == expected
