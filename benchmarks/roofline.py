@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parent / "configs"
 READ_TB, MATRIX_TFLOPS, KERNEL_S, HOST_S = 4.41, 772.0, 1.6e-6, 74e-6
 # What is left of a rate where operands are gathered or decoded first: products of experts,
 # attention over pages, four-bit weights. The one constant fitted (to one card's measurements).
-GATHERED = 0.47
+GATHERED = 0.54
 # Assumed, measured by nobody here.
 NVLINK_S, NETWORK_S, LINK_SHARE = 5e-6, 25e-6, 0.75
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import log
 from pathlib import Path
+from typing import Any
 
 from fleet import Fleet
 from roofline import (
     FOUR,
+    GPU,
     GPUS,
     KERNEL_S,
     Load,
@@ -35,18 +37,26 @@ Row = dict[str, object]
 
 # One card's measurements, the newest of each; of the last file what was not measured again.
 MEASURED = """
-    decode-flint-1k-h200-bf16-2026-11-30-ce8d723
+    decode-flint-1k-h200-bf16-2026-11-30-f17e9f2
     decode-flint-100k-h200-bf16-2026-11-29-5e9a46e
-    decode-flint-1k-h200-nvfp4-2026-11-30-ce8d723
+    decode-flint-1k-h200-nvfp4-2026-11-30-88bdbca
     decode-flint-100k-h200-nvfp4-2026-11-30-77e02c8
     decode-beam-slice8-100k-h200-bf16-2026-11-30-a343275
     decode-beam-slice8-100k-h200-nvfp4-2026-11-30-a343275
     prefill-flint-h200-bf16-2026-11-30-c19c192
-    prefill-flint-32k-100k-h200-bf16-2026-11-30-c19c192
+    prefill-flint-32k-100k-h200-bf16-2026-11-30-5f25f3c
     prefill-flint-h200-nvfp4-2026-11-30-f7d5eb2
-    prefill-flint-32k-h200-nvfp4-2026-11-30-f7d5eb2
+    prefill-flint-32k-100k-h200-nvfp4-2026-11-30-5f25f3c
     prefill-beam-slice8-h200-nvfp4-2026-11-30-c19c192
     prefill-flint-h200-bf16-2026-11-29-8b5ff91
+""".split()
+# Two cards', where ranks talk.
+MEASURED_ON_TWO = """
+    decode-flint-1k-tp2-2xh200-bf16-2026-11-30-c498cad
+    decode-flint-1k-tp2-2xh200-nvfp4-2026-11-30-c498cad
+    decode-flint-100k-tp2-2xh200-nvfp4-2026-11-30-c54ed03
+    prefill-flint-tp2-2xh200-nvfp4-2026-11-30-c54ed03
+    expert-parallel-beam-14-layers-2xh200-nvfp4-2026-11-30-c54ed03
 """.split()
 LAYOUTS = {
     "1": (1, 1), "TP4": (4, 1), "TP8": (8, 1), "DP4+EP4": (1, 4), "TP16": (16, 1),
@@ -101,29 +111,57 @@ def kernel_us(parts: list[Part], took: float, found: float) -> float:
 
 def one_card(gathered: float | None = None) -> Iterator[Row]:
     """Predictions of what was measured on one H200."""
+    for at, row, rest in measured(MEASURED, gathered):
+        one = ", one rank of 8" if at.tensor == 8 else ""
+        yield {"step": row["step"], "model": f"{row['model']}{one}"} | rest
+
+
+def two_cards() -> Iterator[Row]:
+    """Predictions of what was measured on two H200."""
+    for _, row, rest in measured(MEASURED_ON_TWO):
+        yield row | rest
+
+
+def measured(names: list[str], gathered: float | None = None) -> Iterator[tuple[Setup, Row, Row]]:
+    """Of each step in files: where it ran, what it was, and how far off its prediction is."""
+    gpu = replace(GPUS["H200"], gathered=gathered or GPUS["H200"].gathered)
     seen = set()
-    for name in MEASURED:
+    for name in names:
         kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for row in kept["rows"]:
-            key = (kept["bench"], row["model"], row["batch"], row["context"])
-            if key in seen:
-                continue
-            seen.add(key)
-            gpu = replace(GPUS["H200"], gathered=gathered or GPUS["H200"].gathered)
-            at = Setup(gpu, shape(row["model"]), tensor=row["slice"], messages=False)
-            if kept["bench"] == "decode":
-                parts, graph = decode(at, row["batch"], row["context"]), True
-            else:
-                parts, graph = prefill_parts(at, row["batch"], row["context"]), False
-            found = row["step_ms" if graph else "ttft_ms"]["median"] / 1e3
-            said = seconds(at, parts, graph=graph)
-            yield {
-                "step": kept["bench"],
-                "model": row["model"] + (", one rank of 8" if row["slice"] == 8 else ""),
-                "batch": row["batch"], "context": row["context"], "measured, ms": 1e3 * found,
-                "predicted, ms": 1e3 * said, "error": said / found - 1,
-                "us a kernel": kernel_us(parts, said, found) if graph else None,
-            }  # fmt: skip
+            at, step = setup_of(row, gpu), kept["bench"]
+            ranks = f"dp{at.expert}+ep{at.expert}" if at.expert > 1 else f"tp{at.tensor}"
+            what: Row = {"step": step, "model": row["model"], "ranks": ranks}
+            key = (step, row["model"], ranks, row["batch"], row["context"])
+            if key not in seen:
+                seen.add(key)
+                yield at, what, compared(at, row, graph=step == "decode")
+
+
+def setup_of(row: dict[str, Any], gpu: GPU) -> Setup:
+    """Where a measured step ran, by its row: on the ranks of an engine, or one of a slice."""
+    name, _, layers = row["model"].removesuffix("-layers").rpartition("-")
+    whole = shape(name if layers.isdigit() else row["model"])
+    count = int(layers) if layers.isdigit() else len(whole.windows)
+    cut = replace(whole, windows=whole.windows[:count], sparse=whole.sparse[:count])
+    ranks = row.get("ranks", row["slice"])
+    if ranks == "dp2+ep2":
+        return Setup(gpu, cut, expert=2)
+    tensor = int(str(ranks).removeprefix("tp"))
+    return Setup(gpu, cut, tensor=max(tensor, row["slice"]), messages=row["slice"] == 1)
+
+
+def compared(at: Setup, row: dict[str, Any], *, graph: bool) -> Row:
+    """A measured step beside its prediction."""
+    made = decode if graph else prefill_parts
+    parts = made(at, row["batch"], row["context"])
+    found = row["step_ms" if graph else "ttft_ms"]["median"] / 1e3
+    said = seconds(at, parts, graph=graph)
+    return {
+        "batch": row["batch"], "context": row["context"], "measured, ms": 1e3 * found,
+        "predicted, ms": 1e3 * said, "error": said / found - 1,
+        "us a kernel": kernel_us(parts, said, found) if graph else None,
+    }  # fmt: skip
 
 
 def fitted() -> float:
@@ -289,6 +327,7 @@ def fleets() -> Iterator[Row]:
 
 TABLES = {
     "one card, measured": one_card,
+    "two cards, measured": two_cards,
     "published": published,
     "Beam": beam_steps,
     "Flint": flint_steps,
