@@ -10,6 +10,7 @@ from limelight.text.regex import (
     ALL,
     FORMATS,
     JSON_ESCAPED,
+    Malformed,
     Ranges,
     class_of,
     rewritten,
@@ -231,6 +232,8 @@ def _pattern(reader: Lacking, schema: Schema, place: str) -> str | None:
             return rewritten(pattern, anywhere=True, without=banned)
         if isinstance(format, str) and format in FORMATS:
             return rewritten(FORMATS[format], anywhere=False, without=banned)
+    except Malformed as error:
+        reader.refuse(f"pattern {str(pattern)[:50]!r} is no regex: {error}", place)
     except ValueError as error:
         reader.lacks(f"pattern {str(pattern)[:50]!r}", place, str(error))
     return None

@@ -30,6 +30,7 @@ MAX_DEPTH = 64
 MAX_SIZE = 1_000_000  # characters of its JSON
 MAX_SCHEMAS = 5_000  # that are made of it; references may multiply them
 MAX_COMPARED = 256  # branches of oneOf, each with each
+ANY = "any"  # a type of Python's, as tools may name it
 UNHELD = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -312,9 +313,9 @@ class _Reader:
             known = name if isinstance(name, str) and name in KINDS else None
             if known is None and not self._strict and isinstance(name, str):
                 # Tools are often described with the names of other languages.
-                known = ALIASES.get(name.lower())
-                if known is None:
+                if name.lower() == ANY:
                     return None
+                known = ALIASES.get(name.lower())
             if not isinstance(known, str):
                 self.refuse(f"there is no type {str(name)[:50]!r}", place)
             kinds.append(str(known))

@@ -59,6 +59,10 @@ FORMATS = {
 }  # fmt: skip
 
 
+class Malformed(ValueError):
+    """No regex in any dialect, or one that is larger than is read."""
+
+
 @dataclass(slots=True)
 class Group:
     """Branches, each a list of parts: a group, ranges, an anchor, or one of them repeated."""
@@ -79,14 +83,15 @@ Part = Group | Ranges | Repeated | Literal["^", "$"]
 def rewritten(pattern: str, *, anywhere: bool, without: Ranges | None = None) -> str:
     """A regex whose whole matches are the texts that `pattern` matches, if no `without` is in them.
 
-    `anywhere`: the pattern may match a part of the text. `ValueError` tells what cannot be held.
+    `anywhere`: the pattern may match a part of the text. `ValueError` tells what cannot be held,
+    `Malformed` what is no regex.
     """
     if len(pattern) > MAX_LENGTH:
-        raise ValueError(f"it has {len(pattern)} characters; at most {MAX_LENGTH} are taken")
+        raise Malformed(f"it has {len(pattern)} characters; at most {MAX_LENGTH} are taken")
     reader = _Reader(pattern)
     group = reader.group(0)
     if reader.at < len(pattern):
-        raise ValueError(f"there is a ) too many at character {reader.at}")
+        raise Malformed(f"there is a ) too many at character {reader.at}")
     banned = without or []
     written = _written(_unanchored(group, subtracted(ALL, banned) if anywhere else None), banned)
     if written is None:
@@ -141,7 +146,7 @@ class _Reader:
 
     def group(self, depth: int) -> Group:
         if depth > MAX_DEPTH:
-            raise ValueError(f"its groups are nested deeper than {MAX_DEPTH}")
+            raise Malformed(f"its groups are nested deeper than {MAX_DEPTH}")
         branches: list[list[Part]] = [[]]
         while self.at < len(self.pattern) and self.pattern[self.at] != ")":
             if self._takes("|"):
@@ -157,7 +162,7 @@ class _Reader:
 
     def _next(self) -> str:
         if self.at == len(self.pattern):
-            raise ValueError("it ends too early")
+            raise Malformed("it ends too early")
         self.at += 1
         return self.pattern[self.at - 1]
 
@@ -174,7 +179,7 @@ class _Reader:
                 self._group_start()
                 part = self.group(depth + 1)
                 if not self._takes(")"):
-                    raise ValueError(f"the ( at character {start} is not closed")
+                    raise Malformed(f"the ( at character {start} is not closed")
             case "[":
                 part = self._class()
             case ".":
@@ -182,7 +187,7 @@ class _Reader:
             case "\\":
                 part = self._escape(in_class=False)
             case "*" | "+" | "?":
-                raise ValueError(f"there is nothing to repeat at character {start}")
+                raise Malformed(f"there is nothing to repeat at character {start}")
             case _:
                 part = _one(ord(character))
         return self._repeated(part)
@@ -241,7 +246,7 @@ class _Reader:
         found: Ranges = []
         while not self._takes("]"):
             if self.at == len(self.pattern):
-                raise ValueError(f"the [ at character {start} is not closed")
+                raise Malformed(f"the [ at character {start} is not closed")
             first = self._class_part()
             is_range = (
                 self.pattern.startswith("-", self.at)

@@ -139,14 +139,25 @@ FAULTS = [
     {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     {"allOf": [{"$ref": "#"}]}, of("object", properties={"x": {"$ref": "#/x", "minimum": 1}}),
     of("object", properties={"x": {"allOf": [{"$ref": "#"}, {"title": "t"}]}}, minProperties=10),
+    {"type": "strin"}, {"type": ["string", "strin"]},
+    *(of("string", pattern=p) for p in ("[", "(a", "a)", "a|*b", "a\\", "(" * 30_000)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", FAULTS, ids=str)
-def test_what_is_no_schema_is_an_error(schema):
+@pytest.mark.parametrize("schema", FAULTS, ids=lambda schema: str(schema)[:50])
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_no_schema_is_an_error(schema, strict):
     with pytest.raises(RequestError) as caught:
-        prepared(schema, strict=True, param="p")
+        prepared(schema, strict=strict, param="p")
     assert caught.value.param == "p"
+
+
+@pytest.mark.parametrize(("name", "known"), [("Str", "string"), ("float", "number"), ("any", None)])
+def test_types_of_other_languages_are_known_unless_strict(name, known):
+    said = prepared({"type": name}, strict=False, param="p")
+    assert said == ({} if known is None else {"type": known})
+    with pytest.raises(RequestError, match="there is no type"):
+        prepared({"type": name}, strict=True, param="p")
 
 
 def nested(depth):
