@@ -28,11 +28,15 @@ class Entry:
 
 
 def turns(entries: list[Entry], mesh: Mesh) -> list[list[Entry]]:
-    """Those who are measured together: all, each with a cache of its own, if that fits."""
+    """Those who are measured together: all, each with a cache of its own, if that fits and none is
+    divided among ranks."""
+    apart = [[entry] for entry in entries]
+    if len(entries) == 1 or entries[0].config.tensor_parallel_size > 1:
+        return apart
     plans = [plan_memory(entry.config, resolve(entry.config), mesh) for entry in entries]
     needed = sum(plan.weights + plan.workspace + plan.cache for plan in plans)
-    if len(entries) == 1 or needed > min(plans[0].usable, plans[0].available):
-        return [[entry] for entry in entries]
+    if needed > min(plans[0].usable, plans[0].available):
+        return apart
     return [
         [
             replace(entry, config=replace(entry.config, kv_cache_memory_bytes=plan.cache))

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     config = config_from(
         args, EngineConfig, enable_prefix_caching=False, max_num_seqs=max(args.concurrency)
     )
-    workload.check_alone(config)
+    workload.check_ranks(args, config)
     from limelight.bench.contestants import Contestant, free, turns
     from limelight.bench.questions import Asking, Questions
     from limelight.parallel.mesh import Mesh

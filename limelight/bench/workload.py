@@ -53,8 +53,7 @@ def open_engine(args: argparse.Namespace, *, alone: bool = False) -> "tuple[Star
         raise ValueError("steps are timed without drafts here; limelight bench spec has them")
     if alone:
         check_alone(config)
-    if config.tensor_parallel_size > 1 and args.tensor_parallel_slice > 1:
-        raise ValueError("-tp N runs all ranks, --tensor-parallel-slice N one of them: choose one")
+    check_ranks(args, config)
     from limelight.engine.startup import start_engine
     from limelight.parallel.mesh import Mesh
     from limelight.progress import Progress
@@ -63,12 +62,18 @@ def open_engine(args: argparse.Namespace, *, alone: bool = False) -> "tuple[Star
     return start_engine(config, Progress(quiet=False), mesh), config
 
 
+def check_ranks(args: argparse.Namespace, config: EngineConfig) -> None:
+    """Refuse all ranks and one of them at once."""
+    if config.tensor_parallel_size > 1 and args.tensor_parallel_slice > 1:
+        raise ValueError("-tp N runs all ranks, --tensor-parallel-slice N one of them: choose one")
+
+
 def check_alone(config: EngineConfig) -> None:
     """Refuse more ranks than this process."""
     if config.tensor_parallel_size > 1:
         raise ValueError(
             "this looks into one process: --tensor-parallel-slice N takes one rank's share; "
-            "limelight bench decode, prefill and serve time all ranks of -tp N"
+            "limelight bench decode, prefill, spec and serve time all ranks of -tp N"
         )
 
 

@@ -273,6 +273,22 @@ def test_engines_that_do_not_fit_together_come_one_after_the_other(models, monke
     assert turns(entries[:1], Mesh.single()) == [[entries[0]]]
 
 
+def test_engines_of_several_ranks_come_one_after_the_other(models):
+    config = EngineConfig(model=models[0], device="cpu", max_num_seqs=2, tensor_parallel_size=2)
+    entries = [Entry(config, ["none"]), Entry(config, ["fixed"])]
+    assert turns(entries, Mesh.single()) == [[entries[0]], [entries[1]]]
+
+
+@pytest.mark.slow
+def test_all_ranks_take_part_in_every_way(tmp_path, models):
+    told = speculative(models[1])
+    rows = bench(tmp_path, models[0], "--speculative-config", told, "-tp", "2", "--device", "cpu")
+    assert {(row["drafts"], row["ranks"]) for row in rows} == {
+        ("none", 2), ("fixed", 2), ("adaptive", 2)
+    }  # fmt: skip
+    assert all(row["acceptance_length"] >= 1 for row in rows if row["drafts"] == "fixed")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -283,6 +299,7 @@ def test_engines_that_do_not_fit_together_come_one_after_the_other(models, monke
         (("--drafts", "none", "--tasks", "sort"), "tokenizer"),
         (("--drafts", "none", "--output-len", "5000"), "do not fit the model's length"),
         (("--drafts", "all"), "invalid choice"),
+        (("--drafts", "none", "-tp", "2", "--tensor-parallel-slice", "2"), "choose one"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
