@@ -106,13 +106,6 @@ class StepPlan:
         return sum(grant.start + grant.num_tokens for grant in self.grants)
 
     @property
-    def gives_blocks(self) -> bool:
-        """Whether a sequence has a block of the cache that it did not have in the step before."""
-        return bool(self.admissions) or any(
-            blocks for grant in self.grants for _, blocks in grant.tables
-        )
-
-    @property
     def is_plain(self) -> bool:
         """Whether it has and makes no drafts, and where each sequence stands is known."""
         return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)

@@ -15,6 +15,9 @@ from limelight.ops.synthetic import SyntheticOdds
 from limelight.ops.trim import MOST_ODDS, log_odds
 from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
+from limelight.steps import Grant
+
+MOST_LATE = 64  # steps whose rows are put into the cache at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ class Drafter:
             self.lengths_S, last_tokens_S, self.tokens_SN, tables.tensor, storage.shape.size
         )
         self.first = len(storage.caches) - model.config.num_layers
-        self.late: list[Rows] = []  # whose keys and values are not in the cache yet
+        # Those whose keys and values are not in the cache yet, and the blocks that they go into.
+        self.late: list[Rows] = []
+        self.late_blocks: set[int] = set()
 
     def paged(self, layouts: list[PagedLayout]) -> Paged:
         """The drafter's layers alone."""
@@ -79,26 +84,35 @@ class Drafter:
         *,
         late: bool,
     ) -> None:
-        """Put what rows of the target leave into the cache, or `late` with those of other steps.
-
-        Until then their blocks must be no one else's: see `catch_up`.
-        """
+        """Put what rows of the target leave into the cache, or `late` with those of other steps."""
         groups = self.storage.group_of_layer[self.first :]
         rows = Rows(taps_TF, positions_T, {group: layouts[group].slots_T for group in groups})
         if late:
             # The next step is laid out in the same memory.
             slots = {group: slots_T.clone() for group, slots_T in rows.slots.items()}
             self.late.append(Rows(taps_TF, positions_T.clone(), slots))
+            size = self.storage.shape.size
+            for slots_T in slots.values():
+                self.late_blocks.update(slot // size for slot in slots_T.tolist())
         else:
             self._fill(rows)
 
-    @torch.inference_mode()
-    def catch_up(self) -> None:
-        """Put all that is late into the cache: before it is read, and before a block is anyone's
-        who did not have it, be it as a new one or for what is in it."""
+    def make_way(self, grants: list[Grant]) -> None:
+        """Catch up before a block of late rows is anyone's, be it as a new one or for what is in
+        it, and before there are too many."""
         if not self.late:
             return
-        late, self.late = self.late, []
+        given = (block for grant in grants for _, blocks in grant.tables for block in blocks)
+        if len(self.late) >= MOST_LATE or not self.late_blocks.isdisjoint(given):
+            self.catch_up()
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Put all that is late into the cache; it must be there before it is read."""
+        if not self.late:
+            return
+        late = self.late
+        self.forget_late()
         self._fill(
             Rows(
                 torch.cat([rows.taps_TF for rows in late]),
@@ -106,6 +120,10 @@ class Drafter:
                 {g: torch.cat([rows.slots[g] for rows in late]) for g in late[0].slots},
             )
         )
+
+    def forget_late(self) -> None:
+        """The cache holds nothing of use any more."""
+        self.late, self.late_blocks = [], set()
 
     def _fill(self, rows: Rows) -> None:
         slots = [rows.slots[group] for group in self.storage.group_of_layer[self.first :]]

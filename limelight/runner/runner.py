@@ -148,8 +148,7 @@ class ModelRunner:
         if not plan.is_plain:
             return self._launch_drafted(self.drafted, plan, grants)
         watch = Stopwatch(self.device, plan, rows=plan.num_tokens) if plan.timed else None
-        if plan.gives_blocks:
-            self.drafted.drafter.catch_up()
+        self.drafted.drafter.make_way(grants)
         launched = self._launch_plain(plan, grants)
         if watch is not None:
             watch.mark()
@@ -262,7 +261,7 @@ class ModelRunner:
         self.slots.clear()
         self.adapters.forget()
         if self.drafted is not None:
-            self.drafted.drafter.late.clear()
+            self.drafted.drafter.forget_late()
         self.sampler.rules.clear()
         self.experts.forget()
 
