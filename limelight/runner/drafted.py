@@ -148,13 +148,10 @@ class DraftedSteps:
         return self.judge(logits_RV, rows, tensors, extent)
 
     def follow(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
-        """The hidden states of a step without drafts; the drafter's cache gets its part of them.
-
-        On a CPU it gets them late where all decode: a call takes as long for a row as for many.
-        """
+        """The hidden states of a step without drafts; the drafter's cache gets its part of them, on
+        a CPU perhaps late."""
         self.drafter.lengths_S.index_copy_(0, tensors.rows_B.long(), tensors.seq_lens_B)
-        late = self.device.type == "cpu" and len(tensors.tokens_T) == len(tensors.rows_B)
-        return self._forward(tensors.tokens_T, batch, late=late)
+        return self._forward(tensors.tokens_T, batch, late=self.device.type == "cpu")
 
     def _forward(self, tokens_T: torch.Tensor, batch: Batch, *, late: bool) -> torch.Tensor:
         """The target's hidden states; what it leaves a drafter goes into the cache."""

@@ -17,7 +17,8 @@ from limelight.ops.verify import Proposals
 from limelight.runner.inputs import BlockTables, lay_out
 from limelight.steps import Grant
 
-MOST_LATE = 64  # steps whose rows are put into the cache at once
+# Bytes of taps that are put into the cache at once, and of a step's that may wait for others.
+MOST_LATE, MOST_OF_A_STEP = 2**22, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,11 @@ class Drafter:
         *,
         late: bool,
     ) -> None:
-        """Put what rows of the target leave into the cache, or `late` with those of other steps."""
+        """Put what rows of the target leave into the cache, or `late` with those of other steps if
+        they are few: a call takes about as long for one as for many."""
         groups = self.storage.group_of_layer[self.first :]
         rows = Rows(taps_TF, positions_T, {group: layouts[group].slots_T for group in groups})
-        if late:
+        if late and taps_TF.nbytes <= MOST_OF_A_STEP:
             # The next step is laid out in the same memory.
             slots = {group: slots_T.clone() for group, slots_T in rows.slots.items()}
             self.late.append(Rows(taps_TF, positions_T.clone(), slots))
@@ -103,7 +105,8 @@ class Drafter:
         if not self.late:
             return
         given = (block for grant in grants for _, blocks in grant.tables for block in blocks)
-        if len(self.late) >= MOST_LATE or not self.late_blocks.isdisjoint(given):
+        held = sum(rows.taps_TF.nbytes for rows in self.late)
+        if held >= MOST_LATE or not self.late_blocks.isdisjoint(given):
             self.catch_up()
 
     @torch.inference_mode()
