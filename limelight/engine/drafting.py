@@ -30,6 +30,7 @@ class Drafting:
         self.untold: Drafted | None = None  # the same, until the policy has heard of them
         # Sequences of the last step, if it was without drafts in every way.
         self.quiet: int | None = None
+        self._stats: SpeculationStats | None = None
         self.verified = self.accepted = 0
         self.told = False  # whether it is known if the drafter fits
 
@@ -37,6 +38,7 @@ class Drafting:
         """The plan, and what becomes of its drafts."""
         if len(plan.grants) == self.quiet and not plan.admissions and self.policy.goes_on_resting():
             return plan
+        self._stats = None
         for admission in plan.admissions:
             self.policy.forget(admission.slot)
         load = load_of(plan.grants)
@@ -56,6 +58,7 @@ class Drafting:
 
     def learn(self, settled: Sequence[Sampled], going_on: set[int], result: StepResult) -> None:
         """What came of a step's sequences; those in the slots `going_on` have not ended."""
+        self._stats = None
         if result.times is not None:
             self.times = result.times
             self.policy.timed(result.times)
@@ -95,8 +98,10 @@ class Drafting:
 
     def stats(self) -> SpeculationStats:
         """What the policy knows, and whether any of it is true of the models."""
-        stats = self.policy.stats()
-        return replace(stats, synthetic=True) if self.synthetic else stats
+        if self._stats is None:  # they are asked for after each step
+            stats = self.policy.stats()
+            self._stats = replace(stats, synthetic=True) if self.synthetic else stats
+        return self._stats
 
 
 def load_of(grants: Sequence[Grant]) -> Load:
