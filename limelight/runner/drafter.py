@@ -71,6 +71,7 @@ class Drafter:
         # Those whose keys and values are not in the cache yet, and the blocks that they go into.
         self.late: list[Rows] = []
         self.late_blocks: set[int] = set()
+        self.late_bytes = 0  # of their taps
 
     def paged(self, layouts: list[PagedLayout]) -> Paged:
         """The drafter's layers alone."""
@@ -93,6 +94,7 @@ class Drafter:
             # The next step is laid out in the same memory.
             slots = {group: slots_T.clone() for group, slots_T in rows.slots.items()}
             self.late.append(Rows(taps_TF, positions_T.clone(), slots))
+            self.late_bytes += taps_TF.nbytes
             size = self.storage.shape.size
             for slots_T in slots.values():
                 self.late_blocks.update(slot // size for slot in slots_T.tolist())
@@ -105,8 +107,7 @@ class Drafter:
         if not self.late:
             return
         given = (block for grant in grants for _, blocks in grant.tables for block in blocks)
-        held = sum(rows.taps_TF.nbytes for rows in self.late)
-        if held >= MOST_LATE or not self.late_blocks.isdisjoint(given):
+        if self.late_bytes >= MOST_LATE or not self.late_blocks.isdisjoint(given):
             self.catch_up()
 
     @torch.inference_mode()
@@ -125,8 +126,8 @@ class Drafter:
         )
 
     def forget_late(self) -> None:
-        """The cache holds nothing of use any more."""
-        self.late, self.late_blocks = [], set()
+        """Let go of what is late."""
+        self.late, self.late_blocks, self.late_bytes = [], set(), 0
 
     def _fill(self, rows: Rows) -> None:
         slots = [rows.slots[group] for group in self.storage.group_of_layer[self.first :]]
