@@ -28,7 +28,7 @@ class Drafting:
         self.times: StepTimes | None = None  # of the last step that was timed
         self.waiting: Drafted | None = None  # drafts of the last step that was heard of
         self.untold: Drafted | None = None  # the same, until the policy has heard of them
-        # Sequences of the last step, if it was without drafts in every way.
+        # Sequences of the last step, if it was without drafts in every way and all of them decode.
         self.quiet: int | None = None
         self._stats: SpeculationStats | None = None
         self.verified = self.accepted = 0
@@ -53,6 +53,8 @@ class Drafting:
         offered = any(load.drafts)
         trim = self.policy.trim(decision.budget) if offered else None
         loud = offered or decision.drafts or decision.timed
+        # Who reads a prompt will decode, which is another load.
+        loud = loud or len(load.slots) < len(plan.grants)
         self.quiet = None if loud else len(plan.grants)
         return replace(plan, trim=trim, drafts=decision.drafts, timed=decision.timed)
 

@@ -10,8 +10,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD = 2**16
 # A chunked body is framed; even chunks of one byte need no more than this for each.
 FRAME_BYTES = 8
-# By which a client, such as Java's own, offers to go on in HTTP/2 or as a web socket.
-OFFERS = (b"upgrade", b"connection", b"http2-settings")
+# By which a client, such as Java's own, offers to go on in HTTP/2 or as a web socket. Connection
+# stays: it may ask for an end as well, and without these means no offer.
+OFFERS = (b"upgrade", b"http2-settings")
 
 
 class Parser(httptools.HttpRequestParser):
@@ -23,6 +24,8 @@ class Parser(httptools.HttpRequestParser):
     def __init__(self, protocol: "BoundedProtocol"):
         super().__init__(protocol)
         self.protocol = protocol
+        # As uvicorn has it: what comes behind the last request of a connection does not harm it.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
         try:
@@ -50,7 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise httptools.HttpParserInvalidMethodError("this server is no proxy")
-        lines = [method + b" " + self.url + b" HTTP/1.1"]
+        version = self.parser.get_http_version().encode()
+        lines = [method + b" " + self.url + b" HTTP/" + version]
         lines += [name + b": " + value for name, value in self.headers if name not in OFFERS]
         self.parser = Parser(self)
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))

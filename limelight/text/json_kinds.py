@@ -159,7 +159,9 @@ def _bounds(reader: Lacking, schema: Schema, place: str) -> list[float | None]:
             bound, beyond = (None, bound) if beyond else (bound, None)
         for name, value in ((keyword, bound), (exclusive, beyond)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and (not is_number or not math.isfinite(cast(float, value))):
+            # An integer may be too large for `math.isfinite`.
+            is_finite = is_number and -math.inf < cast(float, value) < math.inf
+            if value is not None and not is_finite:
                 reader.refuse(f"{name} must be a number, got {str(value)[:50]!r}", place)
             found.append(cast(float | None, value))
     return found

@@ -15,8 +15,10 @@ from machine import (
     rate_of_none,
 )
 
+from limelight.engine.drafting import Drafting
 from limelight.engine.speculation import Load, Speculation
 from limelight.ops.trim import log_odds, packed_starts, split, survival
+from limelight.steps import Grant, StepPlan
 
 MACHINES = {
     "flat": Machine(lambda rows, context: 8 + 0.002 * rows, lambda n: 0.5 + 0.002 * n),
@@ -191,6 +193,20 @@ def test_while_a_drafter_rests_hardly_a_step_is_asked_about():
             asked += 1
             assert speculation.choose(Load(list(range(8)), [0] * 8, 8, 16_000)).budget == 0
     assert 0 < asked < 40
+
+
+def test_who_has_read_a_prompt_in_pieces_is_decided_about_once_it_decodes():
+    """Of eight sequences the drafter was better left alone, which says nothing of one."""
+    speculation = warmed(MACHINES["slow drafter"], 8, -3.0)
+    drafting = Drafting(speculation)
+    speculation.due = speculation.step + 1000
+    assert not drafting.decide(
+        StepPlan(grants=[Grant(n, 64, 1, [], True) for n in range(8)])
+    ).drafts
+    for start in (0, 64, 128):
+        drafting.decide(StepPlan(grants=[Grant(0, start, 64, [], False)]))
+    drafting.decide(StepPlan(grants=[Grant(0, 192, 64, [], True)]))
+    assert speculation.sequences == 1 and (1, 7) in speculation.held
 
 
 def test_flat_costs_verify_all_and_steep_ones_none():

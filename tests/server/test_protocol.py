@@ -91,3 +91,22 @@ def test_no_one_is_connected_elsewhere(live):
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+LAST = {
+    "close": b"1.1\r\nConnection: close\r\n",
+    "close and an offer": b"1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n",
+    "1.0 and an offer": b"1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n",
+}
+
+
+@pytest.mark.parametrize("how", LAST)
+def test_the_last_request_of_a_connection_is_answered_whatever_comes_behind_it(live, how):
+    server = live()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
+        head = b"GET /health HTTP/" + LAST[how] + b"Host: x\r\n\r\n"
+        connection.sendall(head + b"GET /health HTTP/1.1\r\n\r\n")
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    assert received.startswith(b"HTTP/1.1 200") and received.count(b"HTTP/1.1") == 1

@@ -57,6 +57,7 @@ HELD = [
      '"0000-10-10"']),
     (of("integer", exclusiveMinimum=2.5, maximum=5.5), ["3", "5"], ["2", "6"]),
     (of("integer", minimum=3, exclusiveMinimum=True), ["4"], ["3"]),
+    (of("integer", minimum=3, maximum=10**400), ["4"], ["2"]),
     (of("number", minimum=0.5, exclusiveMaximum=2), ["0.5", "1.75"], ["0.4", "2"]),
     (of("integer", multipleOf=5), ["10", "-5"], ["11"]),
     ({"type": ["integer", "null"], "minimum": 3}, ["3", "null"], ["2", '"x"']),
