@@ -30,7 +30,8 @@ MAX_DEPTH = 64
 MAX_SIZE = 1_000_000  # characters of its JSON
 MAX_SCHEMAS = 5_000  # that are made of it; references may multiply them
 MAX_COMPARED = 256  # branches of oneOf, each with each
-ANY = "any"  # a type of Python's, as tools may name it
+# Of other languages, as tools may name them: there anything may stand.
+ANY = {"any", "date", "datetime", "decimal", "enum", "file", "json", "set", "unknown", "uuid"}
 UNHELD = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -313,7 +314,7 @@ class _Reader:
             known = name if isinstance(name, str) and name in KINDS else None
             if known is None and not self._strict and isinstance(name, str):
                 # Tools are often described with the names of other languages.
-                if name.lower() == ANY:
+                if name.lower() in ANY:
                     return None
                 known = ALIASES.get(name.lower())
             if not isinstance(known, str):

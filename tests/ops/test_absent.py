@@ -28,5 +28,6 @@ def test_what_the_host_reads_of_them_is_zeros_and_is_counted():
 def test_launchers_ask_for_what_its_capability_has():
     for capability, able, count in ((80, False, 2), (90, True, 4), (120, True, 2)):
         with absent_gpu(capability):
-            tensor = torch.empty(1, device="cuda")
+            tensor = torch.empty(1, device="cuda", dtype=torch.bfloat16)
             assert pdl(tensor)["PDL"] == able and stages(tensor, 4) == count
+            assert stages(tensor.float(), 4) == count // 2
