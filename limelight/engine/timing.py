@@ -11,7 +11,8 @@ from limelight.runner.runner import ModelRunner
 from limelight.steps import Grant, StepKind, StepPlan, StepTimes
 from limelight.types import SamplingParams
 
-ROUNDS = 2
+# Tries of a step. What plain ones take is not corrected as long as drafts seem to pay.
+ROUNDS = {StepKind.PLAIN: 4, StepKind.DRAFTED: 2, StepKind.PROMPT: 2}
 # Tokens before each sequence of the largest step that is timed; smaller steps read as many in all.
 LENGTHS = {"cpu": (64, 1024), "cuda": (128, 2048, 16_384)}
 # Rows of steps with a prompt, and of others. Those that have a graph are timed too (of others if
@@ -78,7 +79,7 @@ class Timing:
 
     def best(self, kind: StepKind, rows: int, context: int) -> StepTimes:
         """The shortest times of some equal steps."""
-        times = [self.step(kind, rows, context) for _ in range(ROUNDS)]
+        times = [self.step(kind, rows, context) for _ in range(ROUNDS[kind])]
         draft_ms = [one.draft_ms for one in times if one.draft_ms is not None]
         return replace(
             min(times, key=lambda one: one.verify_ms),
