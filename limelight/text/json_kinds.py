@@ -4,8 +4,15 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, cast
 
+from limelight.text.json_bounds import (
+    Lacking,
+    Nothing,
+    bounds_of,
+    held_lengths,
+    in_bounds,
+    lengths_of,
+)
 from limelight.text.regex import (
     ALL,
     FORMATS,
@@ -27,22 +34,6 @@ SHORT = 8
 MAX_STEP = 1024
 
 
-class Nothing(Exception):
-    """No value is valid; the text says why."""
-
-
-class Lacking(Protocol):
-    """What makes the schemas, and hears of what cannot be enforced."""
-
-    without: Ranges
-
-    @property
-    def is_plain(self) -> bool: ...
-    def lacks(self, keyword: str, place: str, why: str = ""): ...
-    def refuse(self, fault: str, place: str): ...
-    def read(self, schema: object, place: str) -> Schema: ...
-
-
 def kinds_of(schema: Schema) -> list[str] | None:
     """The types that the keywords of a schema without types speak of; None for none."""
     found = [kind for kind, keywords in KEYWORDS.items() if schema.keys() & keywords]
@@ -58,11 +49,11 @@ def listed_that_fit(
     kept: dict[str, object] = {}  # by their JSON, in which true is not 1
     for value in values:
         if isinstance(value, str):
-            low, high = _lengths(reader, schema, "Length", place)
+            low, high = lengths_of(reader, schema, "Length", place)
             spelt = not reader.is_plain and _has_any(value, reader.without)
             fits = low <= len(value) and (high is None or len(value) <= high) and not spelt
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            fits = _in_bounds(value, reader, schema, place)
+            fits = in_bounds(value, reader, schema, place)
         else:
             fits = not (isinstance(value, dict | list) and _has_any(value, reader.without))
         if fits:
@@ -77,16 +68,6 @@ def _has_any(value: object, characters: Ranges) -> bool:
     return any(first <= ord(c) <= last for c in text for first, last in characters)
 
 
-def _in_bounds(value: float, reader: Lacking, schema: Schema, place: str) -> bool:
-    low, above, high, below = _bounds(reader, schema, place)
-    return (
-        (low is None or value >= low)
-        and (above is None or value > above)
-        and (high is None or value <= high)
-        and (below is None or value < below)
-    )
-
-
 def _null(reader: Lacking, schema: Schema, place: str) -> Schema:
     return {"type": "null"}
 
@@ -96,7 +77,7 @@ def _boolean(reader: Lacking, schema: Schema, place: str) -> Schema:
 
 
 def _integer(reader: Lacking, schema: Schema, place: str) -> Schema:
-    low, above, high, below = _bounds(reader, schema, place)
+    low, above, high, below = bounds_of(reader, schema, place)
     lows = [math.ceil(low)] if low is not None else []
     lows += [math.floor(above) + 1] if above is not None else []
     highs = [math.floor(high)] if high is not None else []
@@ -120,7 +101,7 @@ def _integer(reader: Lacking, schema: Schema, place: str) -> Schema:
 
 
 def _number(reader: Lacking, schema: Schema, place: str) -> Schema:
-    low, above, high, below = _bounds(reader, schema, place)
+    low, above, high, below = bounds_of(reader, schema, place)
     if low is not None and above is not None:
         low, above = (None, above) if above >= low else (low, None)
     if high is not None and below is not None:
@@ -149,58 +130,8 @@ def _number(reader: Lacking, schema: Schema, place: str) -> Schema:
     return made
 
 
-def _bounds(reader: Lacking, schema: Schema, place: str) -> list[float | None]:
-    """minimum, exclusiveMinimum, maximum, exclusiveMaximum."""
-    found: list[float | None] = []
-    for keyword, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        bound, beyond = schema.get(keyword), schema.get(exclusive)
-        if isinstance(beyond, bool):
-            # Draft 4: it says how the other is meant.
-            bound, beyond = (None, bound) if beyond else (bound, None)
-        for name, value in ((keyword, bound), (exclusive, beyond)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            # An integer may be too large for `math.isfinite`.
-            is_finite = is_number and -math.inf < cast(float, value) < math.inf
-            if value is not None and not is_finite:
-                reader.refuse(f"{name} must be a number, got {str(value)[:50]!r}", place)
-            found.append(cast(float | None, value))
-    return found
-
-
-def _lengths(reader: Lacking, schema: Schema, of: str, place: str) -> tuple[int, int | None]:
-    """The bounds min`of` and max`of`."""
-    found: list[int | None] = []
-    for keyword in (f"min{of}", f"max{of}"):
-        value = schema.get(keyword)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 0
-        ):
-            reader.refuse(f"{keyword} must be an integer from 0 on, got {str(value)[:50]!r}", place)
-        found.append(cast(int | None, value))
-    low, high = found[0] or 0, found[1]
-    if high is not None and low > high:
-        raise Nothing(f"{place[1:] or 'it'} has a min{of} above its max{of}")
-    return low, high
-
-
-def _held_lengths(
-    reader: Lacking, schema: Schema, of: str, most: int, place: str
-) -> tuple[int, int | None]:
-    """The same, without what is too large to be enforced."""
-    low, high = _lengths(reader, schema, of, place)
-    if low > most:
-        reader.lacks(f"min{of} {low}", place, f"at most {most} is")
-        low = most
-    if high is not None and high > most:
-        reader.lacks(f"max{of} {high}", place, f"at most {most} is")
-        high = None
-    return low, high
-
-
 def _string(reader: Lacking, schema: Schema, place: str) -> Schema:
-    low, high = _held_lengths(reader, schema, "Length", MAX_LENGTH, place)
+    low, high = held_lengths(reader, schema, "Length", MAX_LENGTH, place)
     has_length = low > 0 or high is not None
     written = _pattern(reader, schema, place)
     if written is not None and has_length:
@@ -245,7 +176,7 @@ def _array(reader: Lacking, schema: Schema, place: str) -> Schema:
     for keyword in ("uniqueItems", "contains", "minContains", "maxContains"):
         if schema.get(keyword, False) is not False:
             reader.lacks(keyword, place)
-    low, high = _held_lengths(reader, schema, "Items", MAX_ITEMS, place)
+    low, high = held_lengths(reader, schema, "Items", MAX_ITEMS, place)
     first, rest = schema.get("prefixItems", []), schema.get("items", True)
     if isinstance(rest, list):
         first, rest = rest, schema.get("additionalItems", True)
@@ -327,7 +258,7 @@ def _check_name(reader: Lacking, name: str):
 
 def _counts(reader: Lacking, schema: Schema, made: Schema, place: str) -> Schema:
     """The numbers of properties of an object that names some."""
-    low, high = _lengths(reader, schema, "Properties", place)
+    low, high = lengths_of(reader, schema, "Properties", place)
     named, required = made["properties"], made["required"]
     assert isinstance(named, dict) and isinstance(required, list)
     is_closed = made["additionalProperties"] is False
@@ -349,7 +280,7 @@ def _map(reader: Lacking, schema: Schema, place: str) -> Schema:
     """An object that names no properties."""
     patterns, names = schema.get("patternProperties"), schema.get("propertyNames")
     further = schema.get("additionalProperties", True)
-    low, high = _lengths(reader, schema, "Properties", place)
+    low, high = lengths_of(reader, schema, "Properties", place)
     if low > 1:
         # A key that comes twice would count as two.
         reader.lacks("minProperties", place, "only objects without others have it enforced")

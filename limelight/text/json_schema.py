@@ -21,7 +21,8 @@ passed over. What no value can fulfil is an error.
 from collections.abc import Hashable, Iterable
 
 from limelight.text.glm_casting import ALIASES, TYPE_OF
-from limelight.text.json_kinds import KINDS, Nothing, kinds_of, listed_that_fit
+from limelight.text.json_bounds import Nothing
+from limelight.text.json_kinds import KINDS, kinds_of, listed_that_fit
 from limelight.text.regex import Ranges
 from limelight.text.schema import Contradiction, Schema, bare, identity, joined, referred, same
 from limelight.types import RequestError
