@@ -8,7 +8,8 @@ from functools import lru_cache
 import msgspec
 
 from limelight.text.formats import Format, json_value, one_of, pattern
-from limelight.text.json_schema import children, prepared
+from limelight.text.glm_casting import children
+from limelight.text.json_schema import prepared
 from limelight.text.regex import rewritten
 from limelight.text.tokenizer import Tokenizer
 from limelight.types import Constraint, RequestError

@@ -214,7 +214,7 @@ def _json(text: str, room: int, *, exact: bool) -> object:
         raise ValueError from error
     level = [value]
     for _ in range(room):
-        level = [child for one in level for child in _children(one)]
+        level = [child for one in level for child in children(one)]
     if level:
         raise ValueError
     # Half a surrogate pair can be escaped in JSON, but not be sent.
@@ -222,7 +222,8 @@ def _json(text: str, room: int, *, exact: bool) -> object:
     return value
 
 
-def _children(value: object) -> list[object]:
+def children(value: object) -> list[object]:
+    """What a value of JSON is made of."""
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []

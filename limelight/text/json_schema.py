@@ -20,7 +20,7 @@ passed over. What no value can fulfil is an error.
 
 from collections.abc import Hashable, Iterable
 
-from limelight.text.glm_casting import ALIASES, TYPE_OF
+from limelight.text.glm_casting import ALIASES, TYPE_OF, children
 from limelight.text.json_bounds import Nothing
 from limelight.text.json_kinds import KINDS, kinds_of, listed_that_fit
 from limelight.text.regex import Ranges
@@ -31,8 +31,8 @@ MAX_DEPTH = 64
 MAX_SIZE = 1_000_000  # characters of its JSON
 MAX_SCHEMAS = 5_000  # that are made of it; references may multiply them
 MAX_COMPARED = 256  # branches of oneOf, each with each
-# Of other languages, as tools may name them: there anything may stand.
-ANY = {"any", "date", "datetime", "decimal", "enum", "file", "json", "set", "unknown", "uuid"}
+# Types of other languages, as tools may name them: there anything may stand.
+FOREIGN = {"any", "date", "datetime", "decimal", "enum", "file", "json", "set", "unknown", "uuid"}
 UNHELD = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
@@ -86,13 +86,6 @@ def _check_size(schema: Schema, param: str):
                 f"{param}: the JSON schema has more than {MAX_SIZE} characters", param=param
             )
         level = [child for one in level for child in children(one)]
-
-
-def children(value: object) -> Iterable[object]:
-    """What a value of JSON is made of."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _definitions(schema: Schema, known: dict[str, Schema]) -> dict[str, Schema]:
@@ -315,7 +308,7 @@ class _Reader:
             known = name if isinstance(name, str) and name in KINDS else None
             if known is None and not self._strict and isinstance(name, str):
                 # Tools are often described with the names of other languages.
-                if name.lower() in ANY:
+                if name.lower() in FOREIGN:
                     return None
                 known = ALIASES.get(name.lower())
             if not isinstance(known, str):
