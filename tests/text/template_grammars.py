@@ -131,12 +131,23 @@ def marks():
     return np.flatnonzero([text in (b"<", b"\n", b'"', b"]", b"}", b",") for text in texts])
 
 
+@cache
+def leads():
+    """The tokens that end with a byte behind which a form may be overlong."""
+    known = tokenizer()
+    texts = [known.token_bytes(i) for i in range(known.vocab_size)]
+    return np.flatnonzero([text.endswith((b"\xe0", b"\xf0")) for text in texts])
+
+
 def walk(constraint, seed, *, most=300):
-    """A random answer, and whether it has come to its end. Marks are likelier than other tokens."""
+    """A random answer, and whether it has come to its end. Marks are likelier than other tokens.
+
+    No overlong form comes up, such as xgrammar lets pass (`test_template_grammar_arguments.py`).
+    """
     found, random, ids = matcher(constraint), np.random.default_rng(seed), []
     known = tokenizer()
     while len(ids) < most:
-        tokens = allowed(found)
+        tokens = np.setdiff1d(allowed(found), leads(), assume_unique=True)
         assert len(tokens), "nothing may come next"
         for likelier, chance in ((known.eos_token_ids, 0.15), (marks(), 0.5)):
             some = np.intersect1d(tokens, likelier, assume_unique=True)

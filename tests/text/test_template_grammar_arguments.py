@@ -36,6 +36,16 @@ def test_a_value_may_end_where_the_next_argument_opens():
     assert not allows(grammar, THOUGHT + call("get_weather", text.format("")))
 
 
+@pytest.mark.parametrize("form", [b"\xf0\x84\xb8\x8d", b"\xe0\x84\x80"], ids=bytes.hex)
+@pytest.mark.xfail(strict=True, reason="xgrammar 0.2 takes these for characters of a JSON pattern")
+def test_overlong_forms_are_no_characters_of_a_text_within_an_argument(form):
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 2}}
+    tools = [tool("f", {"a": schema}, strict=True)]
+    text = THOUGHT + call("f", argument("a", '["?"]'))
+    assert allows(made(tools=tools), text)
+    assert not allows(made(tools=tools), text.encode().replace(b"?", form))
+
+
 PAIR = {"type": "object", "properties": {"lat": {"type": "number"}}, "required": ["lat"]}
 POINTS = {"type": "array", "items": {"$ref": "#/$defs/point"}, "minItems": 1}
 
