@@ -92,7 +92,7 @@ def test_who_asks_gets_the_tokens_of_who_does_not(flint):
 def on_gpu(name, **config):
     """Eight sequences of one length each fill every step of such an engine in the same way."""
     return start(
-        name, device="cuda", dtype="bfloat16", kv_cache_memory_bytes=2**30, max_num_seqs=8,
+        name, device="cuda", dtype="bfloat16", kv_cache_memory_bytes=2**27, max_num_seqs=8,
         max_num_batched_tokens=256, **config,
     )  # fmt: skip
 

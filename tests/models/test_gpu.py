@@ -47,7 +47,7 @@ def real(request, tmp_path_factory):
 
 
 def engine(folder, *, dtype="bfloat16", **config):
-    return start(folder, device="cuda", dtype=dtype, kv_cache_memory_bytes=2**30, **config)
+    return start(folder, device="cuda", dtype=dtype, kv_cache_memory_bytes=2**27, **config)
 
 
 @torch.no_grad()
@@ -110,7 +110,8 @@ def test_answers_by_mxfp8_are_as_likely_as_transformers_says_that_rounds_alike(r
         for found in ([ours(answer) for answer in answers], plain, unrounded)
     )
     print(f"from transformers: kernels {kernels:.5f}, references {references:.5f}, {none:.5f}")
-    assert kernels < 1.5 * references + 1e-3 and kernels < 0.8 * none
+    # Texts of few tokens: of Beam's the references themselves are 0.85 times as far as unrounded.
+    assert kernels < 1.5 * references + 1e-3 and kernels < 0.9 * none
 
 
 @pytest.mark.parametrize("name", BUNDLED_NAMES)
@@ -187,7 +188,7 @@ def test_where_batches_must_not_matter_they_change_no_bit(real, graphs):
     options = {
         "device": "cuda", "dtype": "bfloat16", "batch_invariant": True,
         "logprobs_mode": "raw_logits", "enable_return_routed_experts": True,
-        "kv_cache_memory_bytes": 2**30, "max_model_len": 2048, "enforce_eager": not graphs,
+        "kv_cache_memory_bytes": 2**27, "max_model_len": 2048, "enforce_eager": not graphs,
     }  # fmt: skip
     head, *tails = prompts(700, 1, 40, 17, 90)
     asked = [request([*head[: 200 * i], *tail], max_tokens=20) for i, tail in enumerate(tails)]
@@ -210,7 +211,7 @@ def test_experts_are_told_alike_from_graphs_and_without(real, graphs):
     folder = real[0]
     engine = start(
         folder, device="cuda", dtype="bfloat16", enable_return_routed_experts=True,
-        kv_cache_memory_bytes=2**30, max_model_len=2048, enforce_eager=not graphs,
+        kv_cache_memory_bytes=2**27, max_model_len=2048, enforce_eager=not graphs,
         max_num_batched_tokens=256,
     )  # fmt: skip
     shape = WIDTHS["flint" if "flint" in str(folder) else "beam"]

@@ -33,7 +33,7 @@ NAMES = ("flint-nano", "beam-nano", "flint-nano-nvfp4", "beam-nano-nvfp4")
 
 
 def engine(folder, **config):
-    settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**30, "enable_lora": True} | config
+    settings = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**27, "enable_lora": True} | config
     return start(folder, device="cuda", **settings)
 
 
