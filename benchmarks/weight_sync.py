@@ -40,6 +40,7 @@ BUFFER_BYTES = 2**30
 SECONDS_TO_START = 900
 TOKENS = 32
 PROMPTS = 8
+BEGAN = time.perf_counter()
 
 
 class Server:
@@ -196,32 +197,40 @@ def used(device: int | None) -> int:
     return total - free
 
 
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGAN:.0f} s: {text}", flush=True)
+
+
 def expect(condition: object, text: str) -> None:
     if not condition:
         raise SystemExit(f"FAILED: {text}")
-    print(f"ok: {text}", flush=True)
+    say(text)
 
 
 def measure(server: Server, weights: Weights, args: argparse.Namespace) -> dict[str, object]:
     vocab, gpu = weights.config.vocab_size, args.server_gpu
     row: dict[str, object] = {"model": args.model, "backend": args.backend, "bytes": weights.nbytes}
     idle = args.idle_bytes
+    say("the server is ready")
     before, _ = server.answers(vocab, salt="a")
     awake = used(gpu)
     began = time.perf_counter()
     server.ask("POST", "/sleep?level=1")
     row["sleep_s"] = round(time.perf_counter() - began, 2)
+    say(f"asleep, after {row['sleep_s']} s")
     asleep = used(gpu)
     began = time.perf_counter()
     server.ask("POST", "/wake_up?tags=weights")
     server.ask("POST", "/wake_up?tags=kv_cache")
     row["wake_s"] = round(time.perf_counter() - began, 2)
+    say(f"awake, after {row['wake_s']} s")
     if gpu is not None:
         row["freed_share"] = freed = round((awake - asleep) / (awake - idle), 4)
         expect(freed > 0.95, f"sleep gives {100 * freed:.1f} % of the server's device memory back")
     expect(server.answers(vocab, salt="b")[0] == before, "answers after a sleep are the same")
     told = server.ask("POST", "/weight_checker", {"action": "checksum"})
     seconds = [sync(server, weights, args.backend, 1)]
+    say(f"all weights sent, in {seconds[0]:.2f} s")
     answers, cached = server.answers(vocab, salt="a")
     expect(cached == 0, "nothing of the old weights is found in the prefix cache")
     expect(answers != before, "answers are those of other weights")
@@ -257,6 +266,9 @@ def main() -> None:
     try:
         server.wait_ready()
         row = measure(server, Weights(args.model), args)
+    except BaseException:
+        print(server.log.read_text()[-2000:], flush=True)
+        raise
     finally:
         server.process.terminate()
         server.process.wait()

@@ -12,6 +12,7 @@ from limelight import __version__, cli
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE, MANIFEST = ROOT / "deploy/Dockerfile", ROOT / "deploy/kubernetes.yaml"
+RAY_MANIFEST = ROOT / "deploy/kuberay.yaml"
 # As published for these models, without the image.
 COMMANDS = [
     "reflection/Beam-1.0-501B-A23B-NVFP4 -tp 4 --max-num-seqs 128 --reasoning-parser beam "
@@ -82,3 +83,50 @@ def test_the_deployment_asks_for_what_the_server_has(manifests):
         assert selector.items() <= labels.items()
     (port,) = service["spec"]["ports"]
     assert port["targetPort"] == container["ports"][0]["name"]
+
+
+@pytest.fixture(scope="module")
+def ray_service() -> dict:
+    return yaml.safe_load(RAY_MANIFEST.read_text())
+
+
+def pods(ray_service: dict) -> list[dict]:
+    """The templates of Ray's head and of its workers."""
+    cluster = ray_service["spec"]["rayClusterConfig"]
+    return [one["template"] for one in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_pods_of_ray_are_what_kubernetes_takes(ray_service):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    for pod in pods(ray_service):
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
+        validate(whole, "1.30", strict=True)
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        mounts = {mount["name"] for mount in pod["spec"]["containers"][0].get("volumeMounts", [])}
+        assert mounts == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+
+
+def test_workers_of_ray_have_room_for_all_replicas(ray_service):
+    (application,) = yaml.safe_load(ray_service["spec"]["serveConfigV2"])["applications"]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in application["args"].items()]
+    args = cli.parse(["serve", "--ray", *flags])
+    (workers,) = ray_service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (args.replicas, args.max_replicas)
+    assert pod["terminationGracePeriodSeconds"] > args.shutdown_timeout
+
+
+def test_ray_of_the_image_is_that_of_the_manifest(ray_service):
+    version = ray_service["spec"]["rayClusterConfig"]["rayVersion"]
+    image = f"limelight:{__version__}-ray"
+    assert f"--build-arg RAY={version} -t {image} ." in DOCKERFILE.read_text()
+    for pod in pods(ray_service):
+        assert [container["image"] for container in pod["spec"]["containers"]] == [image]
+
+
+def test_ray_serve_takes_the_configuration_of_the_manifest(ray_service):
+    schema = pytest.importorskip("ray.serve.schema").ServeDeploySchema
+    config = schema(**yaml.safe_load(ray_service["spec"]["serveConfigV2"]))
+    assert [one.import_path for one in config.applications] == ["limelight.deploy:app"]
