@@ -17,6 +17,7 @@ from limelight.ops.weight import Weight
 from limelight.orders import KV_CACHE, WEIGHTS
 from limelight.progress import Progress
 from limelight.runner.runner import ModelRunner
+from limelight.runner.transfers import carry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Away:
     def send(cls, storage: torch.UntypedStorage, *, keep: bool) -> "Away":
         copy = None
         if keep:
-            # On a CPU `cpu` would give the storage itself.
-            copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            copy = torch.UntypedStorage(storage.nbytes())
+            carry(bytes_of(storage), bytes_of(copy))
         away = cls(storage, storage.nbytes(), copy)
         storage.resize_(0)
         return away
@@ -44,7 +45,7 @@ class Away:
         if self.copy is None:
             whole.zero_()
         else:
-            whole.copy_(bytes_of(self.copy))
+            carry(bytes_of(self.copy), whole)
 
 
 class Residence:
