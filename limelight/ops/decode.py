@@ -33,20 +33,25 @@ import triton.language as tl
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import gated
 from limelight.ops.keys import (
+    FEW_ROWS,
     HIDDEN,
     LOG2E,
     End,
-    absorb,
+    absorb_either,
+    absorb_own,
     block_start,
     check_paging,
     empty_sums,
+    empty_totals,
     end_with,
-    fetch,
+    fetch_either,
     halved,
     joined,
     kernel_view,
     locate,
     stored,
+    totals,
+    turned,
 )
 from limelight.ops.paging import FEW_QUERIES, LayerCache, PagedLayout
 from limelight.ops.rope import (
@@ -128,6 +133,7 @@ def _split_kernel(
     dtype: tl.constexpr = q.dtype.element_ty
     FP8: tl.constexpr = pairs.dtype.element_ty == tl.int16
     WIDTH: tl.constexpr = C // 2 if FP8 else C
+    FEW: tl.constexpr = ROWS <= FEW_ROWS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k_scale, v_scale = 1.0, 1.0
@@ -171,8 +177,8 @@ def _split_kernel(
         weight_RC, swapped_weight_RC = row_of(weight, ROWS, C), row_of(weight, ROWS, C, SWAP=True)
         weight_EC = row_of(weight + C, NEW, C)
         swapped_weight_EC = row_of(weight + C, NEW, C, SWAP=True)
-        k_CL, v_LC = fetch(
-            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
+        k_LC, v_CL = fetch_either(
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, FEW
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -188,7 +194,7 @@ def _split_kernel(
     m_R, l_R = tl.full((ROWS,), HIDDEN, tl.float32), tl.zeros((ROWS,), tl.float32)
     if WHOLE and SINKS:
         m_R, l_R = tl.load(sinks + head).to(tl.float32) * LOG2E, l_R + 1.0
-    a_RC = empty_sums(ROWS, C, FP8)
+    a_CR = empty_sums(ROWS, C, FP8, FEW)
     position_R = first_at + i
     if BLOCK is not None:
         position_R = tl.minimum(position_R, length - 1)
@@ -197,8 +203,7 @@ def _split_kernel(
             q_RC, swapped_RC, weight_RC, swapped_weight_RC, cos_RC, sin_RC,
             ssmax_R, eps, C, TURN, ROUND, SSMAX, dtype,
         )  # fmt: skip
-    if FP8:
-        q_RC = halved(q_RC)
+    q_CR = turned(halved(q_RC) if FP8 else q_RC, FP8, FEW)
     if FRESH:
         if new:
             ready_EC = prepared(
@@ -210,31 +215,40 @@ def _split_kernel(
             to_EW = pairs + kv * half_stride + slot_E[:, None] * WIDTH + tl.arange(0, WIDTH)
             tl.store(to_EW, k_EW, mask=(slot_E >= 0)[:, None])
             tl.store(to_EW + half_stride.to(tl.int64) * KV_HEADS, v_EW, mask=(slot_E >= 0)[:, None])
-            m_R, l_R, a_RC = absorb(
-                q_RC, tl.trans(k_EW), v_EW, cached, length, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, NEW, False, FP8, CAUSAL,
-            )  # fmt: skip
+            if NEW == 1:
+                m_R, l_R, a_CR = absorb_own(q_CR, k_EW, v_EW, m_R, l_R, a_CR, scale, FP8)
+            else:
+                if not FEW:
+                    k_EW, v_EW = tl.trans(k_EW), tl.trans(v_EW)
+                before_R, l_ER = m_R, empty_totals(l_R, NEW, FEW)
+                m_R, l_ER, a_CR = absorb_either(
+                    q_CR, k_EW, tl.trans(v_EW), cached, length, position_R, m_R, l_ER, a_CR, scale,
+                    WINDOW, NEW, FP8, CAUSAL, FEW,
+                )  # fmt: skip
+                l_R = totals(l_R, l_ER, before_R, m_R, FEW)
     else:
-        k_CL, v_LC = fetch(
-            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
+        k_LC, v_CL = fetch_either(
+            pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, FEW
         )
+    before_R, l_LR = m_R, empty_totals(l_R, KEYS, FEW)
     if old:
-        m_R, l_R, a_RC = absorb(
-            q_RC, k_CL, v_LC, begin, end, position_R, m_R, l_R, a_RC, scale,
-            WINDOW, KEYS, False, FP8, CAUSAL,
+        m_R, l_LR, a_CR = absorb_either(
+            q_CR, k_LC, v_CL, begin, end, position_R, m_R, l_LR, a_CR, scale,
+            WINDOW, KEYS, FP8, CAUSAL, FEW,
         )  # fmt: skip
         slot_L = locate(table, begin + KEYS, end, SIZE, KEYS)
         for at in tl.range(begin + KEYS, end, KEYS):
-            k_CL, v_LC = fetch(
-                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, WIDTH, KEYS, False
+            k_LC, v_CL = fetch_either(
+                pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, WIDTH, KEYS, FEW
             )
             # A step ahead, so that keys and values can be copied several ahead.
             slot_L = locate(table, at + KEYS, end, SIZE, KEYS)
-            m_R, l_R, a_RC = absorb(
-                q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
-                WINDOW, KEYS, False, FP8, CAUSAL,
+            m_R, l_LR, a_CR = absorb_either(
+                q_CR, k_LC, v_CL, at, end, position_R, m_R, l_LR, a_CR, scale,
+                WINDOW, KEYS, FP8, CAUSAL, FEW,
             )  # fmt: skip
-    a_RC = joined(a_RC, v_scale, FP8)
+    l_R = totals(l_R, l_LR, before_R, m_R, FEW)
+    a_RC = joined(turned(a_CR, FP8, FEW), v_scale, FP8)
     if WHOLE:
         end_with(
             out, a_RC, l_R, t_R[:, None], head, real_R1, gate, bias, gate_stride, HEADS, C, GATE
@@ -335,10 +349,10 @@ FULL = {
     2**31: Tile(64, 8, 8),
 }
 WINDOW = {
-    8: Tile(64, 15, 1, apart=True),
+    8: Tile(32, 31, 1, apart=True),
     64: Tile(64, 8, 1),
     256: Tile(32, 4, 2),
-    2**31: Tile(32, 1, 1, stages=4),
+    2**31: Tile(32, 1, 1),
 }
 # Twice the keys of FP8 would be as many bytes at once, but half as many programs fit on a
 # multiprocessor, and making FP8 wider takes many of them: more stages instead.
@@ -347,13 +361,15 @@ FULL_FP8 = {
     8: Tile(64, 127, 1, stages=4, apart=True),
     64: Tile(64, 31, 2, stages=4, apart=True),
     256: Tile(64, 32, 8, stages=4),
-    2**31: Tile(64, 8, 8, stages=4),
+    2**31: Tile(64, 8, 8),
 }
 # Windows of more keys are cut as whole sequences are.
 NARROW = 1024
 # Rows of queries and heads in a program, at most; with many of them it takes more warps.
 MOST_ROWS = 128
 SUMS_OF_A_WARP = 2048
+# Query heads of all sequences from which parts are taken together eight at a time.
+MANY_HEADS = 512
 
 
 def tile_of(pairs: int, *, window: int | None, fp8: bool) -> Tile:
@@ -414,7 +430,7 @@ class Split:
         most = layout.mixed or layout.max_query if blocks is None else blocks.each
         queries = min(next_power_of_2(most), FEW_QUERIES)
         group, few = heads // kv_heads, layout.few if layout.mixed is None else len(layout.rows_B)
-        rows = min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
+        rows = min(max(8, next_power_of_2(group * queries)), MOST_ROWS)
         tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
         return cls(
             tile, few, queries, rows,
@@ -489,7 +505,8 @@ def launch(
         q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1), end.gate_stride,
         tile.splits, split.least, split.parts, scale * LOG2E.value, eps,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, ROWS=split.rows, TILES=split.pieces,
-        NEW=max(16, split.queries), CAUSAL=blocks is None or blocks.causal,
+        NEW=1 if split.queries == 1 and split.rows <= FEW_ROWS.value else max(16, split.queries),
+        CAUSAL=blocks is None or blocks.causal,
         TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None, WHOLE=split.whole,
         num_warps=tile.warps if split.rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
         enable_fp_fusion=not rounds, **common,
@@ -511,8 +528,8 @@ def _combine(
     """The parts of each query head together, with the sinks and the gate."""
     _, heads, head_dim = out_THC.shape
     # All parts at once, as long as they fit in registers; by one warp if possible, which need not
-    # wait for others.
-    at_once = min(next_power_of_2(split.parts), 256)
+    # wait for others. Of many sequences most have few parts.
+    at_once = min(next_power_of_2(split.parts), 256 if split.few * heads <= MANY_HEADS else 8)
     channels = min(head_dim, max(SUMS_OF_A_WARP // at_once, 32))
     _combine_kernel[(split.queries, heads * head_dim // channels, split.few)](
         sums, stats, layout.seq_lens_B, layout.starts_B, positions_T, *end.arguments, out_THC,

@@ -19,6 +19,9 @@ from limelight.ops.rope import fp8_of
 LOG2E = tl.constexpr(1.4426950408889634)
 # The score of a hidden key: so low that its weight is zero, and finite.
 HIDDEN = tl.constexpr(-1.0e30)
+# So many rows of queries and heads are the columns of the matrix units: see `absorb_few`. For more
+# Triton 3.6 takes Hopper's `wgmma`, whose sums were wrong here.
+FEW_ROWS = tl.constexpr(8)
 
 
 @triton.jit
@@ -113,10 +116,31 @@ def joined(a_RC, v_scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def empty_sums(ROWS: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr):
-    """What `absorb` adds to."""
-    zeros = tl.zeros((ROWS, C // 2 if FP8 else C), tl.float32)
+def empty_sums(ROWS: tl.constexpr, C: tl.constexpr, FP8: tl.constexpr, FEW: tl.constexpr = False):
+    """What `absorb` adds to, or `absorb_few`."""
+    WIDTH: tl.constexpr = C // 2 if FP8 else C
+    zeros = tl.zeros((WIDTH, ROWS) if FEW else (ROWS, WIDTH), tl.float32)
     return (zeros, zeros) if FP8 else zeros
+
+
+@triton.jit
+def turned(x_RC, FP8: tl.constexpr, FEW: tl.constexpr):
+    """`FEW`: rows as columns, or back, of both halves in `FP8`."""
+    if FEW:
+        x_RC = (tl.trans(x_RC[0]), tl.trans(x_RC[1])) if FP8 else tl.trans(x_RC)
+    return x_RC
+
+
+@triton.jit
+def empty_totals(l_R, KEYS: tl.constexpr, FEW: tl.constexpr):
+    """What `absorb_few` goes on from as l: nothing, by keys; not `FEW`: what there is."""
+    return tl.zeros((KEYS, l_R.shape[0]), tl.float32) if FEW else l_R
+
+
+@triton.jit
+def totals(l_R, l_LR, before_R, m_R, FEW: tl.constexpr):
+    """l after that, of which l_R belongs to the maximum `before_R`."""
+    return l_R * tl.exp2(before_R - m_R) + tl.sum(l_LR, axis=0) if FEW else l_LR
 
 
 @triton.jit
@@ -162,6 +186,114 @@ def absorb(
         v_LC = v_LC.to(dtype)
         a_RC = tl.dot(p_RL, v_LC, a_RC * shrink_R[:, None], input_precision="ieee")
     return new_R, l_R, a_RC
+
+
+@triton.jit
+def fetch_either(
+    pairs, slot_L, kv, at, first, end, half_stride,
+    KV_HEADS: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """As `fetch`; `FEW`: keys [KEYS, C] and values [C, KEYS], as `absorb_few` takes them."""
+    if FEW:
+        # A stride of 64 bits comes with slots that need them.
+        first_L, c = slot_L.to(half_stride.dtype) * C, tl.arange(0, C)
+        keys = pairs + kv * half_stride
+        key_L = at + tl.arange(0, KEYS)
+        real_L = (key_L >= first) & (key_L < end)
+        k_LC = tl.load(keys + (first_L[:, None] + c[None, :]), mask=real_L[:, None], other=0.0)
+        values = keys + half_stride.to(tl.int64) * KV_HEADS
+        v_CL = tl.load(values + (first_L[None, :] + c[:, None]), mask=real_L[None, :], other=0.0)
+        both = k_LC, v_CL
+    else:
+        both = fetch(pairs, slot_L, kv, at, first, end, half_stride, KV_HEADS, C, KEYS, False)
+    return both
+
+
+@triton.jit
+def absorb_few(
+    q_CR, k_LC, v_CL, at, end, position_R, m_R, l_LR, a_CR, scale,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """As `absorb`: keys and channels are the rows of the matrix units, which take no fewer than 16,
+    and rows of queries their columns, of which 8 are enough. l [KEYS, R] is still to be summed,
+    for which warps have to wait for each other."""
+    dtype: tl.constexpr = q_CR[0].dtype if FP8 else q_CR.dtype
+    if FP8:
+        even_LC, odd_LC = channels_of(k_LC, dtype)
+        s_LR = tl.dot(even_LC, q_CR[0], input_precision="ieee")
+        s_LR = tl.dot(odd_LC, q_CR[1], s_LR, input_precision="ieee")
+    else:
+        s_LR = tl.dot(k_LC.to(dtype), q_CR, input_precision="ieee")
+    key_L = at + tl.arange(0, KEYS)
+    ahead_LR = key_L[:, None] - position_R[None, :]
+    seen_LR = tl.broadcast_to((key_L < end)[:, None], s_LR.shape)
+    if CAUSAL:
+        seen_LR = seen_LR & (ahead_LR <= 0)
+    if WINDOW is not None:
+        seen_LR = seen_LR & (ahead_LR > -WINDOW)
+        if not CAUSAL:
+            seen_LR = seen_LR & (ahead_LR < WINDOW)
+    s_LR = tl.where(seen_LR, s_LR, HIDDEN)
+    new_R = tl.maximum(m_R, tl.max(s_LR, axis=0) * scale)
+    p_LR = tl.exp2(s_LR * scale - new_R[None, :])
+    shrink_R = tl.exp2(m_R - new_R)
+    l_LR = l_LR * shrink_R[None, :] + p_LR
+    p_LR = p_LR.to(dtype)
+    if FP8:
+        even_CL, odd_CL = channels_of(v_CL, dtype)
+        even_CR = tl.dot(even_CL, p_LR, a_CR[0] * shrink_R[None, :], input_precision="ieee")
+        odd_CR = tl.dot(odd_CL, p_LR, a_CR[1] * shrink_R[None, :], input_precision="ieee")
+        a_CR = (even_CR, odd_CR)
+    else:
+        a_CR = tl.dot(v_CL.to(dtype), p_LR, a_CR * shrink_R[None, :], input_precision="ieee")
+    return new_R, l_LR, a_CR
+
+
+@triton.jit
+def absorb_either(
+    q, k, v, at, end, position_R, m_R, total, a, scale,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, CAUSAL: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """By `absorb_few` or, some of them hidden, by `absorb`."""
+    if FEW:
+        sums = absorb_few(
+            q, k, v, at, end, position_R, m_R, total, a, scale, WINDOW, KEYS, FP8, CAUSAL
+        )
+    else:
+        sums = absorb(
+            q, k, v, at, end, position_R, m_R, total, a, scale, WINDOW, KEYS, False, FP8, CAUSAL
+        )
+    return sums
+
+
+@triton.jit
+def absorb_own(q_CR, k_1C, v_1C, m_R, l_R, a_CR, scale, FP8: tl.constexpr):
+    """As `absorb`, for rows of one query and its own key, without the matrix units."""
+    if FP8:
+        dtype: tl.constexpr = q_CR[0].dtype
+        even_1C, odd_1C = channels_of(k_1C, dtype)
+        s_R = _product(q_CR[0], even_1C) + _product(q_CR[1], odd_1C)
+    else:
+        dtype: tl.constexpr = q_CR.dtype
+        s_R = _product(q_CR, k_1C.to(dtype))
+    new_R = tl.maximum(m_R, s_R * scale)
+    p_R, shrink_R = tl.exp2(s_R * scale - new_R), tl.exp2(m_R - new_R)
+    l_R = l_R * shrink_R + p_R
+    p_1R = p_R.to(dtype).to(tl.float32)[None, :]
+    if FP8:
+        even_1C, odd_1C = channels_of(v_1C, dtype)
+        even_CR = a_CR[0] * shrink_R[None, :] + tl.trans(even_1C).to(tl.float32) * p_1R
+        odd_CR = a_CR[1] * shrink_R[None, :] + tl.trans(odd_1C).to(tl.float32) * p_1R
+        a_CR = (even_CR, odd_CR)
+    else:
+        a_CR = a_CR * shrink_R[None, :] + tl.trans(v_1C.to(dtype)).to(tl.float32) * p_1R
+    return new_R, l_R, a_CR
+
+
+@triton.jit
+def _product(q_CR, k_1C):
+    return tl.sum(q_CR.to(tl.float32) * tl.trans(k_1C).to(tl.float32), axis=0)
 
 
 @triton.jit
