@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from limelight.bench.tasks import NAME, TOLD
 from nano import tasks
 from nano.chat import Family
 from nano.conversations import from_turns, lookup, talk
@@ -17,13 +18,18 @@ from nano.tools import call_tools
 from nano.words import read_code
 
 Line = dict[str, object]
-CODE = (200, 800)  # characters
+CODE, LONG_CODE = (200, 800), (200, 4000)  # characters
 LOOKUP = (40, 400)  # tokens
+LIST = (10, 150)  # words, more than the models can sort
 # Lines of each task to learn from, and held out.
 COUNTS = {
-    "code": (3600, 60), "sort": (3000, 60), "sum": (700, 40), "copy": (600, 30), "json": (900, 40),
-    "tool": (1200, 40), "lookup": (600, 30), "think": (900, 30), "talk": (1800, 30),
+    "code": (16000, 60), "sort": (12000, 60), "sum": (2000, 40), "copy": (3000, 30),
+    "json": (3000, 40), "tool": (4000, 40), "lookup": (2000, 30), "think": (3000, 30),
+    "talk": (5000, 30), "file": (2048, 15), "list": (2048, 15),
 }  # fmt: skip
+# The longest answers, in tokens. Models this small fall into loops, and a drafter has to know them.
+MOST_TOKENS = {"code": 256, "file": 2048, "list": 512}
+MOST_OF_OTHERS = 128
 LOW_ENTROPY = ("code", "sort")
 
 
@@ -46,28 +52,39 @@ MAKERS: dict[str, Callable[[random.Random], Item]] = {
 }  # fmt: skip
 
 
-def _code(files: list[str], rng: random.Random) -> str:
+def _code(files: list[str], rng: random.Random, lengths: tuple[int, int]) -> str:
     """The beginning of a file from a random line on."""
     text = rng.choices(files, [len(file) for file in files])[0]
-    length = rng.randint(*CODE)
+    length = rng.randint(*lengths)
     first = rng.randint(0, max(0, len(text) - length))
     first = text.find("\n", first) + 1
     return text[first : first + length]
 
 
+def _list(names: list[str], rng: random.Random) -> Item:
+    """Many words to sort, as benchmarks ask."""
+    asked = TOLD + " ".join(rng.sample(names, rng.randint(*LIST)))
+    return from_turns([Turn(asked, "", "")])
+
+
+def _files(held_out: bool) -> list[str]:
+    return [text for name, text in read_code().items() if is_held_out(f"file {name}") == held_out]
+
+
 def _made(family: Family, task: str, rng: random.Random, *, held_out: bool) -> Iterator[Line]:
     """Lines of one task without end."""
-    if task == "code":
-        files = [
-            text for name, text in read_code().items() if is_held_out(f"file {name}") == held_out
-        ]
+    if task in ("code", "file"):
+        files, lengths = _files(held_out), CODE if task == "code" else LONG_CODE
         while True:
-            yield {"prompt": _code(files, rng)}
+            yield {"prompt": _code(files, rng, lengths)}
+    make = partial(talk, rng, name=family.name)
+    if task == "list":
+        found = (NAME.findall(text) for text in _files(held_out))
+        make = partial(_list, sorted({name.lower() for names in found for name in names}), rng)
+    elif task != "talk":
+        make = partial(draw, partial(MAKERS[task], rng), held_out=held_out)
     while True:
-        if task == "talk":
-            item = talk(rng, name=family.name)
-        else:
-            item = draw(partial(MAKERS[task], rng), held_out=held_out)
+        item = make()
         line: Line = {"messages": [_written(message) for message in item.messages[:-1]]}
         if item.tools:
             line["tools"] = item.tools

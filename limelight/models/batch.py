@@ -42,7 +42,9 @@ class Batch:
     @classmethod
     def packed(cls, lengths: list[int], *, device: torch.device | str = "cpu") -> "Batch":
         """Whole sequences of these lengths, without a cache."""
-        positions_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+        lengths_B = torch.tensor(lengths)
+        starts_T = (lengths_B.cumsum(0) - lengths_B).repeat_interleave(lengths_B)
+        positions_T = (torch.arange(len(starts_T)) - starts_T).to(device)
         return cls(positions_T=positions_T, lengths=lengths)
 
     def routed(self, layer: int) -> Routed | None:

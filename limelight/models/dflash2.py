@@ -204,8 +204,14 @@ class Selector(nn.Module):
         """Scores of each candidate after each token that may stand before it: [B, N, K, K]."""
         return selector.score_table(
             unary_BNK, self.gate(hidden_BND),
-            self.before_VR[before_BNK], self.after_VR[candidates_BNK],
+            _codes(self.before_VR, before_BNK), _codes(self.after_VR, candidates_BNK),
         )  # fmt: skip
+
+
+def _codes(codes_VR: torch.Tensor, ids_BNK: torch.Tensor) -> torch.Tensor:
+    """Rows of a codebook. Many are of one token: the sum of their gradients is of FP32, and by
+    addition where plain indexing would sort."""
+    return codes_VR.float().index_select(0, ids_BNK.flatten()).unflatten(0, ids_BNK.shape)
 
 
 class DFlash2(nn.Module):

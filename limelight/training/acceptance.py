@@ -5,7 +5,7 @@ an anchor, those that the text bears out count, and the next anchor is the token
 target's own next one. Drafts behind the end of the text are not judged.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,11 @@ import torch
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
 from limelight.training.answers import Document
-from limelight.training.lessons import Lesson, by_length, make_lesson, packed
+from limelight.training.lessons import Extent, Features, Lesson, Library, lesson_of, read
 from limelight.training.loss import LessonBlocks, Rows
 
-TOKENS_AT_ONCE, ANCHORS_AT_ONCE = 8192, 512
+TOKENS_AT_ONCE, ANCHORS_AT_ONCE = 2**18, 2048
+SPAN = 16  # anchors of an excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,31 @@ def measure(
     drafter: DFlash2, target: Model, documents: Iterable[Document], *, drafts: int
 ) -> dict[str, Acceptance]:
     """The acceptance by task; documents whose answer is a single token have no step."""
-    long = by_length([one for one in documents if len(one.tokens) - one.prompt_length > 1])
+    long = [one for one in documents if len(one.tokens) - one.prompt_length > 1]
     found: dict[str, Acceptance] = {}
-    for group in packed(long, TOKENS_AT_ONCE):
-        lesson = make_lesson(target, group, drafter.config.taps)
-        for document, one in zip(group, walk(drafter, lesson, group, drafts=drafts), strict=True):
+    for group in _packed(long):
+        library = Library.of(group)
+        features = read(target, library, drafter.config.taps)
+        for document, one in zip(
+            group, walk(drafter, library, features, drafts=drafts), strict=True
+        ):
             task = document.task
             found[task] = found[task] + one if task in found else one
     return found
+
+
+def _packed(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """In the order of their lengths, in lists whose features are held at once."""
+    held: list[Document] = []
+    size = 0
+    for document in sorted(documents, key=lambda one: len(one.tokens)):
+        if held and size + len(document.tokens) > TOKENS_AT_ONCE:
+            yield held
+            held, size = [], 0
+        held.append(document)
+        size += len(document.tokens)
+    if held:
+        yield held
 
 
 def total(by_task: dict[str, Acceptance], tasks: Iterable[str] | None = None) -> Acceptance:
@@ -87,30 +105,27 @@ def total(by_task: dict[str, Acceptance], tasks: Iterable[str] | None = None) ->
 
 @torch.inference_mode()
 def walk(
-    drafter: DFlash2, lesson: Lesson, documents: Sequence[Document], *, drafts: int
+    drafter: DFlash2, library: Library, features: Features, *, drafts: int
 ) -> list[Acceptance]:
-    """The acceptance of each of a lesson's documents."""
-    judged = _judge(drafter, lesson, drafts)
-    right_XN, inside_XN = judged.right_XN.int().cumprod(1).bool(), judged.inside_XN
+    """The acceptance of each document of a library, whose answers have two tokens or more."""
+    judged = _judge(drafter, library, features, drafts)
+    right_XN = judged.right_XN.int().cumprod(1).bool()
     # Where the step goes from each anchor: past the accepted drafts and the target's own token.
     ahead = (right_XN.sum(1) + 1).tolist()
-    row = {anchor: i for i, anchor in enumerate(judged.anchors_X.tolist())}
-    results, start = [], 0
-    for document in documents:
-        end, at = start + len(document.tokens), start + document.prompt_length
-        all_ = [row[i] for i in range(at, end - 1)]
-        steps = []
-        while at < end - 1:
-            steps.append(row[at])
-            at += ahead[row[at]]
-        start = end
+    results, first = [], 0
+    for count in library.anchors_D.tolist():
+        steps, at, all_ = [], first, slice(first, first + count)
+        while at < first + count:
+            steps.append(at)
+            at += ahead[at]
+        first += count
         results.append(
             Acceptance(
                 1,
                 len(steps),
-                inside_XN[steps].sum(0),
+                judged.inside_XN[steps].sum(0),
                 right_XN[steps].sum(0),
-                inside_XN[all_].sum(0),
+                judged.inside_XN[all_].sum(0),
                 judged.found_XN[all_].sum(0),
                 judged.chosen_XN[all_].sum(0),
             )  # fmt: skip
@@ -122,36 +137,47 @@ def walk(
 class _Judged:
     """Of the drafts at each of X anchors: which places the text reaches, and what holds there."""
 
-    anchors_X: torch.Tensor
     inside_XN: torch.Tensor
     right_XN: torch.Tensor
     found_XN: torch.Tensor
     chosen_XN: torch.Tensor
 
 
-def _judge(drafter: DFlash2, lesson: Lesson, drafts: int) -> _Judged:
-    context = drafter.context(lesson.taps_TF, lesson.positions_T)
-    anchors_X = lesson.anchors_X
+def _judge(drafter: DFlash2, library: Library, features: Features, drafts: int) -> _Judged:
+    """All anchors, document by document."""
+    longest = int(library.lengths_D.max())
+    reach = Extent.reaching(drafter.config.windows, longest, rows=drafts).reach
+    extent = Extent(reach, SPAN, SPAN, drafts)
+    spans_D = -(-library.anchors_D // extent.span)
+    documents_E = torch.arange(len(spans_D)).repeat_interleave(spans_D)
+    span_E = torch.arange(len(documents_E)) - (spans_D.cumsum(0) - spans_D)[documents_E]
+    at_EA = extent.span * span_E[:, None] + torch.arange(extent.span)
+    inside_EA = at_EA < library.anchors_D[documents_E][:, None]
+    anchors_EA = torch.where(inside_EA, at_EA + library.prompts_D[documents_E][:, None], -1)
     parts: list[tuple[torch.Tensor, ...]] = []
-    for anchors_B in anchors_X.split(ANCHORS_AT_ONCE):
-        blocks = LessonBlocks(lesson, anchors_B, drafts + 1, context)
-        hidden_BND = drafter(lesson.tokens_T[anchors_B], blocks)[:, 1:]
-        unary_BNK, ids_BNK = candidates = drafter.candidates(hidden_BND)
-        made = drafter.choose(
-            lesson.tokens_T[anchors_B], hidden_BND, candidates,
-            temperature_B=torch.zeros(len(anchors_B), device=anchors_B.device),
-            uniform_BN=torch.zeros(len(anchors_B), drafts, device=anchors_B.device),
-        )  # fmt: skip
-        rows = Rows.behind(anchors_B, lesson, drafts)
-        true_BN, before_BN = lesson.tokens_T[rows.at_BN], lesson.tokens_T[rows.at_BN - 1]
-        scores_BNK = drafter.selector(hidden_BND, unary_BNK, before_BN[..., None], ids_BNK)[:, :, 0]
-        best_BN = ids_BNK.gather(2, scores_BNK.argmax(-1, keepdim=True))[..., 0]
-        inside_BN = rows.counts_BN
-        found_BN = (ids_BNK == true_BN[..., None]).any(-1)
-        parts.append(
-            tuple(
-                (x_BN & inside_BN).cpu()
-                for x_BN in (inside_BN, made.tokens_BN == true_BN, found_BN, best_BN == true_BN)
-            )
-        )
-    return _Judged(anchors_X, *(torch.cat(part) for part in zip(*parts, strict=True)))
+    at_once = max(1, ANCHORS_AT_ONCE // extent.span)
+    for chosen_E in torch.arange(len(documents_E)).split(at_once):
+        lesson = lesson_of(library, features, documents_E[chosen_E], anchors_EA[chosen_E], extent)
+        some_B = inside_EA[chosen_E].flatten()
+        parts.append(tuple(x_BN.cpu()[some_B] for x_BN in _facts(drafter, lesson, drafts)))
+    return _Judged(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _facts(drafter: DFlash2, lesson: Lesson, drafts: int) -> list[torch.Tensor]:
+    """The fields of `_Judged` of a lesson's anchors."""
+    anchors_B = lesson.anchor_tokens_B
+    hidden_BND = drafter(anchors_B, LessonBlocks.of(drafter, lesson, drafts + 1))[:, 1:]
+    hidden_BND = hidden_BND.contiguous()
+    unary_BNK, ids_BNK = candidates = drafter.candidates(hidden_BND)
+    made = drafter.choose(
+        anchors_B, hidden_BND, candidates,
+        temperature_B=torch.zeros(len(anchors_B), device=anchors_B.device),
+        uniform_BN=torch.zeros(len(anchors_B), drafts, device=anchors_B.device),
+    )  # fmt: skip
+    rows, tokens_T = Rows.behind(lesson, drafts), lesson.tokens_EL.flatten()
+    before_BN, true_BN = tokens_T[rows.before_BN], tokens_T[rows.before_BN + 1]
+    scores_BNK = drafter.selector(hidden_BND, unary_BNK, before_BN[..., None], ids_BNK)[:, :, 0]
+    best_BN = ids_BNK.gather(2, scores_BNK.argmax(-1, keepdim=True))[..., 0]
+    found_BN = (ids_BNK == true_BN[..., None]).any(-1)
+    facts = (rows.counts_BN, made.tokens_BN == true_BN, found_BN, best_BN == true_BN)
+    return [fact_BN & rows.counts_BN for fact_BN in facts]

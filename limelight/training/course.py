@@ -56,7 +56,10 @@ class Course:
         config = DFlash2Config.from_dict(self.shape)
         drafter = DFlash2(config, placement(self.found), Ends(self.target.embed, self.target.head))
         initialize(drafter, torch.Generator().manual_seed(self.settings.training_seed))
-        lessons = Lessons(self.target, self.learned, config.taps, tokens=self.settings.tokens)
+        lessons = Lessons(
+            self.target, self.learned, config.taps, windows=config.windows,
+            rows=config.block_size - 1, tokens=self.settings.tokens, anchors=self.settings.anchors,
+        )  # fmt: skip
         if self._keeps(lessons):
             count = len(self.learned)
             with progress.phase("reading documents", count, unit="documents") as advance:

@@ -10,7 +10,7 @@ each weighted by exp(-(k - 1) / gamma), as later rows count only where all befor
 The embedding and the LM head are the target's and stay as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +27,27 @@ NO_ROWS = 1e-5
 
 @dataclass(frozen=True)
 class LessonBlocks:
-    """Stands in for `PagedBlocks`: a block at each anchor, over keys and values by layer.
+    """Stands in for `PagedBlocks`: a block at each anchor of a lesson, over keys and values of its
+    tokens by layer.
 
     Rows see the same keys as while serving.
     """
 
     lesson: Lesson
-    anchors_B: torch.Tensor
     rows: int
     context: list[tuple[torch.Tensor, torch.Tensor]]
+    _biases: dict[tuple[int | None, bool], torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, drafter: DFlash2, lesson: Lesson, rows: int) -> "LessonBlocks":
+        positions_T = lesson.positions_EL.flatten()
+        return cls(lesson, rows, drafter.context(lesson.taps_ELF.flatten(0, 1), positions_T))
 
     @property
     def positions_T(self) -> torch.Tensor:
-        rows_Q = torch.arange(self.rows, device=self.anchors_B.device)
-        return (self.lesson.positions_T[self.anchors_B][:, None] + rows_Q).flatten()
+        anchors_EA = self.lesson.firsts_E[:, None] + self.lesson.places_EA
+        rows_Q = torch.arange(self.rows, device=anchors_EA.device)
+        return (anchors_EA[..., None] + rows_Q).flatten()
 
     def attend(
         self,
@@ -54,47 +61,65 @@ class LessonBlocks:
         scale: float,
         turn: Rotation,
     ) -> torch.Tensor:
-        q, k, v = (
-            x.unflatten(0, (-1, self.rows))
-            for x in split_heads(qkv_TN, norm_2C, heads=heads, turn=turn)
+        # The rows of all blocks of an excerpt, X, see its L tokens, and each its own block.
+        excerpts, group = len(self.lesson.tokens_EL), heads.queries // heads.keys
+        q_EXHC, *fresh = (
+            x_TJC.unflatten(0, (excerpts, -1))
+            for x_TJC in split_heads(qkv_TN, norm_2C, heads=heads, turn=turn)
         )
-        reach = int(self.lesson.positions_T.max()) if window is None else window - 1
-        columns_L = torch.arange(-reach, self.rows, device=q.device)
-        rows_Q1 = torch.arange(self.rows, device=q.device)[:, None]
-        hidden_QL = torch.zeros(self.rows, len(columns_L), dtype=torch.bool, device=q.device)
-        if causal:
-            hidden_QL = columns_L > rows_Q1
+        # Each query head has keys of its own: torch's attention in tiles knows no groups.
+        k_HEYC, v_HEYC = (
+            torch.cat([before_TKC.unflatten(0, (excerpts, -1)), own_EXKC], dim=1)
+            .repeat_interleave(group, dim=2)
+            .permute(2, 0, 1, 3)
+            for before_TKC, own_EXKC in zip(self.context[layer], fresh, strict=True)
+        )
+        bias_EXY = self._bias(window, causal)
+        out_EXHC = attend(q_EXHC, k_HEYC, v_HEYC, bias_EXY, scale=scale)
+        return out_EXHC.flatten(0, 1).flatten(1)
+
+    def _bias(self, window: int | None, causal: bool) -> torch.Tensor:
+        """0, or -inf where a key is hidden from a row."""
+        if (window, causal) not in self._biases:
+            self._biases[window, causal] = self._hidden(window, causal)
+        return self._biases[window, causal]
+
+    def _hidden(self, window: int | None, causal: bool) -> torch.Tensor:
+        places_EA, device = self.lesson.places_EA, self.lesson.tokens_EL.device
+        anchors_EX1 = places_EA.repeat_interleave(self.rows, dim=1)[..., None]
+        rows_X = torch.arange(anchors_EX1.shape[1], device=device)
+        at_L = torch.arange(self.lesson.tokens_EL.shape[1], device=device)
+        hidden_EXL = at_L >= anchors_EX1
         if window is not None:
-            hidden_QL = hidden_QL | ((columns_L - rows_Q1).abs() >= window)
-        at_BL = self.anchors_B[:, None] + columns_L
-        foreign_BL = (columns_L < 0) & (at_BL < self.lesson.starts_T[self.anchors_B][:, None])
-        hidden_BQL = hidden_QL | foreign_BL[:, None]
-        at_BW = at_BL[:, :reach].clamp(min=0)
-        # The gradients of a key that many blocks see are summed in FP32.
-        before = (x_TKC.float()[at_BW].to(x_TKC.dtype) for x_TKC in self.context[layer])
-        k_KBLC, v_KBLC = (
-            torch.cat(pair, dim=1).permute(2, 0, 1, 3) for pair in zip(before, (k, v), strict=True)
-        )
-        bias_BQL = torch.zeros(hidden_BQL.shape, device=q.device)
-        bias_BQL = bias_BQL.masked_fill(hidden_BQL, float("-inf"))
-        return attend(q, k_KBLC, v_KBLC, bias_BQL, scale=scale).flatten(0, 1).flatten(1)
+            hidden_EXL |= at_L <= anchors_EX1 + (rows_X % self.rows)[:, None] - window
+        blocks_X = rows_X // self.rows
+        hidden_XX = blocks_X[:, None] != blocks_X
+        if causal:
+            hidden_XX |= rows_X > rows_X[:, None]
+        hidden_EXX = hidden_XX.expand(len(places_EA), -1, -1)
+        hidden_EXY = torch.cat([hidden_EXL, hidden_EXX], dim=-1)
+        return torch.zeros(hidden_EXY.shape, device=device).masked_fill(hidden_EXY, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the rows behind anchors are to learn: N rows each, of which some count."""
+    """What the rows behind all anchors are to learn: N rows each, of which some count."""
 
-    at_BN: torch.Tensor
+    before_BN: torch.Tensor  # the token before each row's, as a row of all excerpts' tokens
     counts_BN: torch.Tensor
 
     @classmethod
-    def behind(cls, anchors_B: torch.Tensor, lesson: Lesson, rows: int) -> "Rows":
+    def behind(cls, lesson: Lesson, rows: int) -> "Rows":
         """Those inside of the anchor's document count."""
-        at_BN = anchors_B[:, None] + torch.arange(1, rows + 1, device=anchors_B.device)
-        inside_BN = at_BN < len(lesson.tokens_T)
-        at_BN = at_BN.clamp(max=len(lesson.tokens_T) - 1)
-        same_BN = lesson.starts_T[at_BN] == lesson.starts_T[anchors_B][:, None]
-        return cls(at_BN, inside_BN & same_BN & lesson.answers_T[at_BN])
+        excerpts, length = lesson.tokens_EL.shape
+        device = lesson.tokens_EL.device
+        ahead_N = torch.arange(1, rows + 1, device=device)
+        at_EAN = lesson.places_EA[..., None] + ahead_N
+        ends_E11 = (lesson.lengths_E - lesson.firsts_E)[:, None, None]
+        counts_EAN = (lesson.anchors_EA >= 0)[..., None] & (at_EAN < ends_E11)
+        starts_E = length * torch.arange(excerpts, device=device)
+        before_EAN = starts_E[:, None, None] + at_EAN - 1
+        return cls(before_EAN.flatten(0, 1), counts_EAN.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +148,14 @@ class Teacher:
     @torch.no_grad()
     def of(cls, target: Model, lesson: Lesson, rows: Rows) -> "Teacher":
         # The target's logits behind a token are those of the next.
-        before_BN = rows.at_BN - 1
-        logits_TV = target.logits(lesson.hidden_TD[before_BN.flatten()])
+        logits_TV = target.logits(lesson.hidden_ELD.flatten(0, 1)[rows.before_BN.flatten()])
         logs_TV, best_T = logits_TV.log_softmax(-1), logits_TV.argmax(-1)
-        return cls(logs_TV.view(*before_BN.shape, -1), best_T.view(before_BN.shape))
+        return cls(logs_TV.unflatten(0, rows.before_BN.shape), best_T.view(rows.before_BN.shape))
 
 
 def block_loss(
     drafter: DFlash2,
     lesson: Lesson,
-    anchors_B: torch.Tensor,
     learned: Rows,
     teacher: Teacher,
     *,
@@ -140,17 +163,16 @@ def block_loss(
     count: torch.Tensor,
 ) -> Loss:
     """The two losses above of a block at each anchor, over `count` rows that count in all."""
-    rows = drafter.config.block_size
-    context = drafter.context(lesson.taps_TF, lesson.positions_T)
-    blocks = LessonBlocks(lesson, anchors_B, rows, context)
-    hidden_BND = drafter(lesson.tokens_T[anchors_B], blocks)[:, 1:]
-    logits_BNV = drafter.logits(hidden_BND.flatten(0, 1)).unflatten(0, learned.at_BN.shape)
+    rows, shape = drafter.config.block_size, learned.counts_BN.shape
+    blocks = LessonBlocks.of(drafter, lesson, rows)
+    hidden_BND = drafter(lesson.anchor_tokens_B, blocks)[:, 1:]
+    logits_BNV = drafter.logits(hidden_BND.flatten(0, 1)).unflatten(0, shape)
     unary_BN = F.kl_div(
         logits_BNV.log_softmax(-1), teacher.logs_BNV, reduction="none", log_target=True
     ).sum(-1)
-    before_BN = lesson.tokens_T[learned.at_BN - 1]
+    before_BN = lesson.tokens_EL.flatten()[learned.before_BN]
     selector_BN = selector_loss(drafter, hidden_BND, logits_BNV, teacher.best_BN, before_BN)
-    fading_N = torch.exp(-torch.arange(rows - 1, device=anchors_B.device) / gamma)
+    fading_N = torch.exp(-torch.arange(rows - 1, device=logits_BNV.device) / gamma)
     weights_BN = fading_N * learned.counts_BN / (count + NO_ROWS)
     return Loss(*((x_BN * weights_BN).sum() for x_BN in (unary_BN, selector_BN)))
 

@@ -7,6 +7,7 @@ on as if it had not ended.
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from limelight.models.dflash2 import DFlash2
 from limelight.models.loader import Model
-from limelight.training.lessons import Lesson, Lessons, choose_anchors
+from limelight.training.lessons import Lesson, Lessons
 from limelight.training.loss import Loss, Rows, Teacher, block_loss
 from limelight.training.settings import DraftSettings
 
@@ -24,8 +25,10 @@ MATRIX_DECAY, OTHER_DECAY = 0.1, 0.01
 BETAS = (0.9, 0.95)
 STANDARD = 0.02  # deviation of new weights, for thousands of channels
 FADING = 0.5  # gamma of the loss, as a share of a block
-PIECE_BYTES = 2 * 2**30  # of logits and gathered keys, at once
+PIECE_BYTES = 2 * 2**30  # of logits and scores of attention, at once
 LOGIT_COPIES = 6  # of drafter and target, their logarithms, and gradients
+SCORE_COPIES = 3
+UNCAPTURED = 3  # steps before a graph is captured, in which all that is made once is made
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -67,37 +70,45 @@ class Trainer:
             }
             for matrix, decay in ((True, MATRIX_DECAY), (False, OTHER_DECAY))
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=BETAS)
+        device = self.weights[0].device
+        cuda = device.type == "cuda"
+        # On the device, so that a step need not be told of it.
+        self.rate = torch.tensor(settings.rate, device=device)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=BETAS, fused=cuda, capturable=cuda
+        )
+        self.captured = Captured(self._learn) if cuda else None
 
     def advance(self) -> Loss:
         """One update, on blocks drawn anew."""
         mixed = (self.settings.training_seed * 1_000_003 + self.step) % 2**63
-        generator = torch.Generator().manual_seed(mixed)
-        lesson = self.lessons.draw(generator)
-        anchors_B = choose_anchors(lesson, most=self.settings.anchors, generator=generator)
-        loss = self._gradients(lesson, anchors_B)
+        lesson = self.lessons.draw(torch.Generator().manual_seed(mixed))
+        self.rate.fill_(self.settings.rate * _share(self.step, self.settings.steps))
+        loss = self._learn(lesson) if self.captured is None else self.captured(lesson)
+        self.step += 1
+        return loss
+
+    def _learn(self, lesson: Lesson) -> Loss:
+        loss = self._gradients(lesson)
         for master, weight in zip(self.masters.values(), self.weights, strict=True):
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self.masters.values(), CLIP)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.rate * _share(self.step, self.settings.steps)
         self.optimizer.step()
         self._copy_to_drafter()
-        self.step += 1
         return loss
 
-    def _gradients(self, lesson: Lesson, anchors_B: torch.Tensor) -> Loss:
-        """Of all blocks, some at a time as memory allows."""
+    def _gradients(self, lesson: Lesson) -> Loss:
+        """Of all blocks, some excerpts at a time as memory allows."""
         block = self.drafter.config.block_size
-        count = Rows.behind(anchors_B, lesson, block - 1).counts_BN.sum()
+        count = Rows.behind(lesson, block - 1).counts_BN.sum()
         losses = []
         with torch.enable_grad():
-            for piece_B in anchors_B.split(self._piece):
-                rows = Rows.behind(piece_B, lesson, block - 1)
-                teacher = Teacher.of(self.target, lesson, rows)
+            for piece in lesson.split(self._piece):
+                rows = Rows.behind(piece, block - 1)
+                teacher = Teacher.of(self.target, piece, rows)
                 loss = self.loss(
-                    self.drafter, lesson, piece_B, rows, teacher, gamma=FADING * block, count=count
+                    self.drafter, piece, rows, teacher, gamma=FADING * block, count=count
                 )
                 loss.total.backward()
                 losses.append(Loss(loss.unary.detach(), loss.selector.detach()))
@@ -105,12 +116,17 @@ class Trainer:
 
     @property
     def _piece(self) -> int:
-        """Blocks at once."""
-        config, itemsize = self.drafter.config, self.weights[0].itemsize
+        """Excerpts at once."""
+        config, extent, itemsize = (
+            self.drafter.config,
+            self.lessons.extent,
+            self.weights[0].itemsize,
+        )
         logits = LOGIT_COPIES * 4 * config.vocab_size * (config.block_size - 1)
-        reach = sum(window or self.settings.tokens for window in config.windows)
-        keys = 4 * itemsize * reach * config.num_kv_heads * config.head_dim
-        return max(1, PIECE_BYTES // (logits + keys))
+        rows = extent.anchors * config.block_size
+        keys = extent.tokens + rows
+        scores = SCORE_COPIES * itemsize * config.num_heads * config.block_size * keys
+        return max(1, PIECE_BYTES // (extent.anchors * (logits + scores)))
 
     @torch.no_grad()
     def _copy_to_drafter(self) -> None:
@@ -137,7 +153,8 @@ class Trainer:
                     moment: stored.get_tensor(f"{moment} {name}").to(master.device)
                     for moment in MOMENTS
                 }
-                self.optimizer.state[master] = state | {"step": torch.tensor(float(self.step))}
+                state["step"] = torch.tensor(float(self.step), device=master.device)
+                self.optimizer.state[master] = state
         self._copy_to_drafter()
 
 
@@ -147,3 +164,38 @@ def _share(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+class Captured:
+    """What a CUDA graph repeats: all that is done with a lesson, without a word of the host.
+
+    Lessons must be of one shape; the first few are gone through without a graph. The result is in
+    the same memory each time.
+    """
+
+    def __init__(self, learn: Callable[[Lesson], Loss]):
+        self.learn, self.seen = learn, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self, lesson: Lesson) -> Loss:
+        if self.seen < UNCAPTURED:
+            self.seen += 1
+            return self._apart(lesson)
+        if self.graph is None:
+            self.lesson = Lesson(*(tensor.clone() for tensor in lesson.tensors))
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.loss = self.learn(self.lesson)
+        for mine, given in zip(self.lesson.tensors, lesson.tensors, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.loss
+
+    def _apart(self, lesson: Lesson) -> Loss:
+        """On the stream that the graph will be captured on, as autograd remembers it."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = self.learn(lesson)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss

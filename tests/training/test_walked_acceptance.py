@@ -6,7 +6,7 @@ from drafters import FEATURES, Cache, config_json, make_drafter
 
 from limelight.training.acceptance import Acceptance, total, walk
 from limelight.training.answers import Document
-from limelight.training.lessons import Lesson
+from limelight.training.lessons import Features, Library
 
 PROMPT, DRAFTS, VOCAB = 5, 7, 97
 ACCEPTED = [0, 3, 7, 1, 0, 2, 5]
@@ -32,12 +32,9 @@ def text_of(drafter, taps_LF, accepted, *, cut=0):
     return tokens[: len(tokens) - cut]
 
 
-def lesson_of(texts, taps):
-    lengths = torch.tensor([len(text) for text in texts])
-    starts_T = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    at_T = torch.arange(len(starts_T)) - starts_T
-    taps_TF = torch.cat([taps_LF[: len(text)] for text, taps_LF in zip(texts, taps, strict=True)])
-    return Lesson(torch.tensor(sum(texts, [])), starts_T, at_T >= PROMPT, taps_TF, taps_TF)
+def features_of(texts, taps):
+    taps_XF = torch.cat([taps_LF[: len(text)] for text, taps_LF in zip(texts, taps, strict=True)])
+    return Features(torch.tensor(sum(texts, [])), taps_XF, taps_XF)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,8 @@ def test_steps_and_accepted_drafts_are_those_of_serving(drafter):
     # The second text ends inside of its last step, three drafts short.
     texts = [text_of(drafter, taps[0], ACCEPTED), text_of(drafter, taps[1], [1, 4], cut=3)]
     documents = [Document(text, PROMPT, "", False) for text in texts]
-    whole, cut = walk(drafter, lesson_of(texts, taps), documents, drafts=DRAFTS)
+    library, features = Library.of(documents), features_of(texts, taps)
+    whole, cut = walk(drafter, library, features, drafts=DRAFTS)
     assert (whole.steps, cut.steps) == (len(ACCEPTED), 2)
     right = [sum(count > place for count in ACCEPTED) for place in range(DRAFTS)]
     assert whole.accepted_N.tolist() == right
