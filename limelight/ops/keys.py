@@ -270,12 +270,11 @@ def absorb_either(
 @triton.jit
 def absorb_own(q_CR, k_1C, v_1C, m_R, l_R, a_CR, scale, FP8: tl.constexpr):
     """As `absorb`, for rows of one query and its own key, without the matrix units."""
+    dtype: tl.constexpr = q_CR[0].dtype if FP8 else q_CR.dtype
     if FP8:
-        dtype: tl.constexpr = q_CR[0].dtype
         even_1C, odd_1C = channels_of(k_1C, dtype)
         s_R = _product(q_CR[0], even_1C) + _product(q_CR[1], odd_1C)
     else:
-        dtype: tl.constexpr = q_CR.dtype
         s_R = _product(q_CR, k_1C.to(dtype))
     new_R = tl.maximum(m_R, s_R * scale)
     p_R, shrink_R = tl.exp2(s_R * scale - new_R), tl.exp2(m_R - new_R)
