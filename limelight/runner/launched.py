@@ -170,7 +170,9 @@ class Launched:
         drafted = None
         if self.odds_PN is not None:
             sampling = [grant.slot for grant in self.order if grant.samples]
-            drafted = Drafted(sampling, self.odds_PN.numpy())
+            # Whoever learns from them keeps them for many steps, and as long as pinned memory is
+            # kept other has to be pinned for the next one, which takes longer than a small step.
+            drafted = Drafted(sampling, self.odds_PN.numpy().copy())
         sampled = [self._sampled(grant) for grant in self.plan.grants]
         return StepResult(sampled, drafted, None if self.times is None else self.times.read())
 

@@ -168,3 +168,20 @@ def test_steps_with_drafts_keep_their_graphs_whatever_is_asked(name, method, mon
         assert answer.last.error is None and len(answer.token_ids) == 60
     assert len(replays) > 5
     served.close()
+
+
+@pytest.mark.gpu
+def test_what_is_learned_of_many_steps_pins_no_memory_for_each():
+    (name, folder), *_ = sorted(BUNDLED_DRAFTERS.items())
+    spec = {"model": folder, "enable_adaptive_verification": True}
+    served = on_gpu(name, speculative_config=spec)
+    policy = served.drafting.policy
+    run(served, eight(100))
+    # Nothing is learned from here on, so all that is told stays.
+    policy.due, policy.passes = policy.step + 10_000, policy.passes + 10_000
+    policy.learn = lambda: None
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    run(served, eight(100, logprobs=None))
+    assert len(policy.observed.passes) > 20
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] - before < 10
+    served.close()
