@@ -33,14 +33,15 @@ class AdapterMove:
     slot: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+# What is made for each sequence of each step is not frozen: that would take four times as long.
+@dataclass(slots=True)
 class Grant:
     """What the scheduler gives one sequence this step: compute `num_tokens` positions from `start`.
 
     `tables[g]` is (first index, block ids): the entries of group g's block table that changed since
-    the last grant. With `samples` the last position yields the next token. The last `num_drafts`
-    positions are those of drafts, of which fewer may be verified. Behind drafts of a step under way
-    it may start up to `unsure` positions later than at `start`.
+    the last grant, or nothing if none did. With `samples` the last position yields the next token.
+    The last `num_drafts` positions are those of drafts, of which fewer may be verified. Behind
+    drafts of a step under way it may start up to `unsure` positions later than at `start`.
     """
 
     slot: int
@@ -103,12 +104,12 @@ class StepPlan:
     @property
     def num_read(self) -> int:
         """Tokens of all its sequences, those of this step among them."""
-        return sum(grant.start + grant.num_tokens for grant in self.grants)
+        return sum([grant.start + grant.num_tokens for grant in self.grants])
 
     @property
     def is_plain(self) -> bool:
         """Whether it has and makes no drafts, and where each sequence stands is known."""
-        return not self.drafts and not any(g.num_drafts or g.unsure for g in self.grants)
+        return not self.drafts and not any([g.num_drafts or g.unsure for g in self.grants])
 
     @property
     def decodes(self) -> bool:
@@ -124,17 +125,17 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(grant.num_tokens for grant in self.grants)
+        return sum([grant.num_tokens for grant in self.grants])
 
     @property
     def num_rows(self) -> int:
         """Rows that the model computes: its tokens, but for drafts that are not verified."""
-        offered = sum(grant.num_drafts for grant in self.grants)
+        offered = sum([grant.num_drafts for grant in self.grants])
         kept = offered if self.trim is None else min(self.trim.budget, offered)
         return self.num_tokens - offered + kept
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """What one grant gave: tokens where it samples, log-probabilities where they were asked for.
 
@@ -179,8 +180,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One `Sampled` for each grant of the plan, in its order; new drafts; times if asked for."""
+    """One `Sampled` for each grant of the plan, in its order; new drafts; times if asked for; and
+    for how long the host waited for it."""
 
     sampled: list[Sampled]
     drafted: Drafted | None = None
     times: StepTimes | None = None
+    waited_ms: float = 0.0

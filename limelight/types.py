@@ -331,7 +331,7 @@ class RoutedExperts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, like `steps.Grant`
 class Output:
     """News of one request: the tokens of one step, and the reason if these were its last.
 

@@ -104,7 +104,6 @@ class CacheGroups:
         for g, spec in enumerate(specs):
             if spec.window is not None:
                 self._windows.setdefault(spec.window, []).append(g)
-        self._unchanged: list[tuple[int, list[int]]] = [(0, [])] * len(specs)
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill in one group, the last one perhaps in part."""
@@ -112,7 +111,8 @@ class CacheGroups:
 
     def _held(self, end: int) -> int:
         """The positions that blocks are held for, where those before `end` are granted."""
-        return max(end, min(end + self.ahead, self.longest))
+        held = end + self.ahead
+        return held if held <= self.longest else max(end, self.longest)
 
     def _blocks_for_rows(self, rows: int, chunk: int) -> int:
         """Blocks for `rows` more entries in every table, if windows move on by chunks."""
@@ -223,6 +223,11 @@ class CacheGroups:
         sequence.num_computed, sequence.num_shared = hit.num_tokens, hit.num_shared
         sequence.num_published = hit.num_tokens // self.block_size
 
+    def has_blocks(self, sequence: Sequence, end: int) -> bool:
+        """Whether it holds all that the positions before `end` ask for."""
+        held = len(sequence.block_tables[0]) * self.block_size
+        return held >= end + self.ahead or held >= self._held(end)
+
     def room(self, sequence: Sequence) -> int:
         """How many positions behind `num_computed` can be granted with the blocks there are."""
         rows = len(sequence.block_tables[0]) + self.pool.num_free // len(self.specs)
@@ -241,7 +246,7 @@ class CacheGroups:
         """Hold blocks for the positions before `end`, which `room` allows; the new entries."""
         first = len(sequence.block_tables[0])
         if (rows := self.num_blocks_of(self._held(end)) - first) <= 0:
-            return self._unchanged
+            return []
         blocks = self.pool.allocate(rows * len(self.specs))
         added = [blocks[g * rows : (g + 1) * rows] for g in range(len(self.specs))]
         for table, entries in zip(sequence.block_tables, added, strict=True):
@@ -251,17 +256,21 @@ class CacheGroups:
     def advance(self, sequence: Sequence, end: int):
         """The positions before `end` are computed: publish what is full, free what is behind."""
         start, sequence.num_computed = sequence.num_computed, end
-        self.publish(sequence)
-        for groups in self._windows.values():
-            spec = self.specs[groups[0]]
-            first = spec.first_block(start, self.block_size)
-            behind = spec.first_block(end, self.block_size)
+        if self.prefix_caching:
+            self.publish(sequence)
+        for window, groups in self._windows.items():
+            # As `GroupSpec.first_block`, which is too slow for each sequence of each step.
+            seen, seen_before = end - window + 1, start - window + 1
+            behind = seen // self.block_size if seen > 0 else 0
+            first = seen_before // self.block_size if seen_before > 0 else 0
             if first < behind:
                 for g in groups:
                     self._trim(sequence, g, first, behind)
 
     def publish(self, sequence: Sequence):
         """Let others find the blocks that are full, computed, and of known tokens."""
+        if sequence.num_computed // self.block_size <= sequence.num_published:
+            return
         known = min(sequence.num_computed, sequence.num_tokens) // self.block_size
         if known <= sequence.num_published or not (self.prefix_caching and sequence.publishes):
             return
@@ -277,13 +286,13 @@ class CacheGroups:
         table, window = sequence.block_tables[g], self.specs[g].window
         assert window is not None
         reach = window + TURN_SLACK * self.block_size
-        branches = (sequence.num_prompt, sequence.num_shared)
+        prompt, shared = sequence.num_prompt, sequence.num_shared
         cold: list[int] = []
         warm: list[int] = []
         for index in range(first, behind):
             block, start = table[index], index * self.block_size
             assert block is not None
-            likely = any(branch - reach <= start < branch for branch in branches)
+            likely = prompt - reach <= start < prompt or shared - reach <= start < shared
             (warm if likely else cold).append(block)
             table[index] = None
         self.pool.release(cold, cold=True)

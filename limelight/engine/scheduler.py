@@ -208,18 +208,23 @@ class Scheduler:
     def _continue_running(self, plan: StepPlan) -> int:
         """Grant to the running sequences; the tokens that are left of the step's budget."""
         # One token is set aside for each, so a long prompt stops no one's decoding.
-        spare = self.max_num_batched_tokens - len(self._ordered)
+        groups, spare = self.groups, self.max_num_batched_tokens - len(self._ordered)
         room_for_drafts = self._room_for_drafts()
+        # The first drafts of all sequences are likelier than all drafts of the first ones.
+        most_drafts = max(1, room_for_drafts // max(1, len(self._ordered)))
         index = 0
         while index < len(self._ordered):
             sequence = self._ordered[index]
             count = min(self._wanted(sequence), 1 + spare)
-            if count > 0 and (count := self._make_room(sequence, count)) > 0:
+            has = groups.has_blocks(sequence, sequence.num_computed + count)
+            if count > 0 and (has or (count := self._make_room(sequence, count)) > 0):
                 spare -= count - 1
-                drafts = min(self._useful_drafts(sequence), spare, room_for_drafts)
-                spare -= drafts
-                room_for_drafts -= drafts
-                tables = self.groups.grow(sequence, sequence.num_computed + count)
+                drafts = 0
+                if sequence.num_drafts:
+                    drafts = min(self._useful_drafts(sequence), most_drafts, spare, room_for_drafts)
+                    spare -= drafts
+                    room_for_drafts -= drafts
+                tables = [] if has else groups.grow(sequence, sequence.num_computed + count)
                 self._grant(plan, sequence, count, tables, drafts)
             index += 1
         return spare
@@ -235,6 +240,8 @@ class Scheduler:
 
     def _room_for_drafts(self) -> int:
         """Drafts in a step; beside a prompt so few that it gets on."""
+        if not any([s.num_drafts for s in self._ordered]):
+            return 0
         prompts = self._waiting or any(s.num_tokens - s.num_computed > 1 for s in self._ordered)
         return self.max_num_batched_tokens // (DRAFT_SHARE if prompts else 1)
 
@@ -367,8 +374,10 @@ class Scheduler:
                 sequence.slot, start, count + drafts, tables, samples, drafts, sequence.num_unsure
             )
         )  # fmt: skip
+        if count == 1:
+            return
         first = start // self.groups.block_size
-        fills = count > 1 and end // self.groups.block_size > first
+        fills = end // self.groups.block_size > first
         if fills and self.groups.prefix_caching and sequence.publishes:
             digest = self.groups.block_hash(sequence, first)
             self._filling.setdefault(first, set()).add(digest)

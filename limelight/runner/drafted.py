@@ -230,20 +230,18 @@ class DraftedSteps:
         rules = [self.sampler.rules[grant.slot] for grant in grants if grant.samples]
         # Those with rules are judged anew.
         own = [rule for rule in rules if rule.on_device]
-        rows = sum(grant.num_tokens for grant in grants) - offered + kept
+        counts = [grant.num_tokens for grant in grants]
+        rows, most = sum(counts) - offered + kept, max(counts)
         return Extent(
             rows=rows,
             picks=len(rules) + kept,
             seqs=len(grants),
-            few=sum(grant.num_tokens <= FEW_QUERIES for grant in grants),
-            bounds=(
-                max(grant.num_tokens for grant in grants),
-                # What is under way may stand wholly.
-                max(g.start + g.num_tokens for g in grants) + self.drafter.num_drafts,
-            ),
+            few=sum([count <= FEW_QUERIES for count in counts]),
+            # What is under way may stand wholly.
+            bounds=(most, max([g.start + g.num_tokens for g in grants]) + self.drafter.num_drafts),
             trims=kept < offered,
-            greedy=all(rule.greedy for rule in own),
-            cuts=any(rule.truncated for rule in own),
+            greedy=all([rule.greedy for rule in own]),
+            cuts=any([rule.truncated for rule in own]),
             prompts=prompts_of(grants, rows),
         )
 
@@ -392,5 +390,5 @@ class DraftedSteps:
 
 def _kept(trim: Trim | None, grants: list[Grant]) -> int:
     """How many drafts a step verifies."""
-    offered = sum(grant.num_drafts for grant in grants)
+    offered = sum([grant.num_drafts for grant in grants])
     return offered if trim is None else min(trim.budget, offered)

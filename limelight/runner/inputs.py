@@ -311,6 +311,8 @@ def lay_out(
 
 def prompts_of(grants: list[Grant], rows: int) -> tuple[Prompt, ...]:
     """Those of a step of so many rows, in which sequences with drafts come first."""
+    if not any([grant.num_tokens > FEW_QUERIES for grant in grants]):
+        return ()
     starts = rows - np.cumsum([grant.num_tokens for grant in reversed(grants)])[::-1]
     return tuple(
         Prompt(b, int(start), grant.num_tokens, grant.start)

@@ -158,9 +158,12 @@ class Launched:
 
     def result(self) -> StepResult:
         """One `Sampled` for each grant, in the plan's order."""
+        waited_ms = 0.0
         with device_faults(self.device):
             if self.done is not None:
+                began = time.perf_counter()
                 self.done.synchronize()
+                waited_ms = 1e3 * (time.perf_counter() - began)
         if self.judged is not None:
             made = self.judged.runs(len(self.order))
             if self.logprobs is not None:
@@ -174,11 +177,12 @@ class Launched:
             # kept other has to be pinned for the next one, which takes longer than a small step.
             drafted = Drafted(sampling, self.odds_PN.numpy().copy())
         sampled = [self._sampled(grant) for grant in self.plan.grants]
-        return StepResult(sampled, drafted, None if self.times is None else self.times.read())
+        times = None if self.times is None else self.times.read()
+        return StepResult(sampled, drafted, times, waited_ms)
 
     def _sampled(self, grant: Grant) -> Sampled:
         run = self.runs.get(grant.slot) or Run([])
-        of_prompt = self.prompt_logprobs.get(grant.slot)
+        of_prompt = self.prompt_logprobs.get(grant.slot) if self.prompt_logprobs else None
         if of_prompt is not None and not all(map(is_finite, of_prompt)):
             run = Run([], error=NOT_FINITE)
         return Sampled(

@@ -11,10 +11,10 @@ from limelight.types import Request, TokenLogprobs
 LOGIT_ROWS_AT_ONCE = 128
 
 
-def tells_prompt(grant: Grant, request: Request) -> bool:
-    """Whether a grant's rows are asked for log-probabilities of the prompt."""
-    wanted = request.params.prompt_logprobs is not None
-    return wanted and grant.start < len(request.prompt_token_ids)
+def tells_prompts(requests: list[tuple[Grant, Request]]) -> bool:
+    """Whether any grant's rows are asked for log-probabilities of a prompt."""
+    asked = [one for one in requests if one[1].params.prompt_logprobs is not None]
+    return any(grant.start < len(request.prompt_token_ids) for grant, request in asked)
 
 
 def prompt_logprobs(

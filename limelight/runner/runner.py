@@ -1,7 +1,6 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
 from collections.abc import Callable, Mapping
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +35,7 @@ from limelight.runner.inputs import (
     prompts_of,
 )
 from limelight.runner.launched import Launched, Outcome, Stopwatch, device_faults
-from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompt
+from limelight.runner.prompt_logprobs import prompt_logprobs, tells_prompts
 from limelight.runner.sampler import NO_GRAMMARS, Rules, Sampler
 from limelight.steps import Admission, Grant, StepPlan, StepResult
 from limelight.types import LogprobsMode, Request
@@ -141,8 +140,10 @@ class ModelRunner:
             self._admit(admission)
         self.adapters.begin(plan.grants)
         self.tables.update((grant.slot, grant.tables) for grant in plan.grants)
-        # Attention takes the sequences with few queries first.
-        grants = sorted(plan.grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
+        grants = plan.grants
+        if any([grant.num_tokens > FEW_QUERIES for grant in grants]):
+            # Attention takes the sequences with few queries first.
+            grants = sorted(grants, key=lambda grant: grant.num_tokens > FEW_QUERIES)
         if self.drafted is None:
             return self._launch_plain(plan, grants).end()
         if not plan.is_plain:
@@ -191,11 +192,14 @@ class ModelRunner:
         self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
     ) -> Launched:
         known = {grant.slot: self.slots[grant.slot].token_ids for grant in grants}
-        # Those whose tokens only the device knows come first of all.
-        grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
-        tells = any(starmap(tells_prompt, self._requests(grants)))
+        if any([grant.start < len(known[grant.slot]) for grant in grants]):
+            # Those whose tokens only the device knows come first of all.
+            grants = sorted(grants, key=lambda grant: grant.start < len(known[grant.slot]))
+        requests = self._requests(grants)
+        tells = tells_prompts(requests)
         launched, hidden_TD = drafted.launch(plan, grants, known, hidden=tells)
-        launched.prompt_logprobs = prompt_logprobs(self.model, self._requests(grants), hidden_TD)
+        if tells:
+            launched.prompt_logprobs = prompt_logprobs(self.model, requests, hidden_TD)
         return launched
 
     @torch.inference_mode()
@@ -327,7 +331,7 @@ class ModelRunner:
 
     def _fits_a_graph(self, grants: list[Grant]) -> bool:
         """Whether a graph that is large enough would do, and be of use."""
-        if any(starmap(tells_prompt, self._requests(grants))):
+        if tells_prompts(self._requests(grants)):
             return False
         prompts = prompts_of(grants, sum(grant.num_tokens for grant in grants))
         return not gains_nothing_by_a_graph(prompts, self.storage)

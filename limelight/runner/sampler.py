@@ -51,7 +51,13 @@ class Rules:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, values
     guide: Guide | None = None
     guided: bool = False  # has a guide, here or on the rank that chooses
-    plain: bool = field(init=False)  # whether the logits are used as they are, but for a guide
+    # What never changes and is asked for in every step. Whether the logits are used as they are,
+    # but for a guide; whether they alone decide, so that the device can choose by itself; whether
+    # the likeliest token is taken, or one of some of the likeliest drawn.
+    plain: bool = field(init=False)
+    on_device: bool = field(init=False)
+    greedy: bool = field(init=False)
+    truncated: bool = field(init=False)
 
     def __post_init__(self):
         params = self.request.params
@@ -62,6 +68,10 @@ class Rules:
             or self.request.bad_words
             or params.min_tokens
         )
+        self.on_device = self.plain and not self.guided
+        self.greedy = params.temperature < GREEDY_BELOW
+        cuts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.truncated = not self.greedy and cuts
 
     @property
     def shifts(self) -> bool:
@@ -72,24 +82,9 @@ class Rules:
         )
 
     @property
-    def greedy(self) -> bool:
-        return self.request.params.temperature < GREEDY_BELOW
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the model's logits alone decide, so that the device can choose by itself."""
-        return self.plain and not self.guided
-
-    @property
     def reports(self) -> bool:
         """Whether log-probabilities are told with its tokens."""
         return self.request.params.logprobs is not None
-
-    @property
-    def truncated(self) -> bool:
-        """Whether one of some of the likeliest tokens is drawn."""
-        params = self.request.params
-        return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     @property
     def is_refused(self) -> bool:
@@ -306,8 +301,11 @@ class Sampler:
         self._masks.apply(logits_RV, list(guided), self._masks.fill(list(guided.values())))
 
     def cut_offs(self, rules: list[Rules]) -> list[tuple[str, list[int] | list[float], float]]:
-        """Each kind's name, its numbers by row, and the one that cuts nothing off."""
-        params = [rule.request.params if rule.truncated else UNCUT for rule in rules]
+        """Each kind's name, its numbers by row, and the one that cuts nothing off, in all rows
+        behind those."""
+        params: list[SamplingParams] = []
+        if any([rule.truncated for rule in rules]):
+            params = [rule.request.params if rule.truncated else UNCUT for rule in rules]
         size = self.vocab_size
         return [
             ("top_k", [p.top_k if p.top_k > 0 else size for p in params], size),

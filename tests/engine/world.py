@@ -89,7 +89,8 @@ class Machine:
         return sampled
 
     def _take(self, grant):
-        for table, (first, blocks) in zip(self.tables[grant.slot], grant.tables, strict=True):
+        changes = grant.tables or [(0, [])] * len(self.tables[grant.slot])
+        for table, (first, blocks) in zip(self.tables[grant.slot], changes, strict=True):
             assert 0 not in blocks
             assert all(table.get(first + i) != block for i, block in enumerate(blocks))
             table.update(enumerate(blocks, first))
