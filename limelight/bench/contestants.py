@@ -11,8 +11,7 @@ import torch
 
 from limelight.bench.closed_loop import Window, watch
 from limelight.config import EngineConfig
-from limelight.engine.drafting import Drafting
-from limelight.engine.speculation import AllDrafts
+from limelight.engine.drafting import AllDrafts, Drafting
 from limelight.engine.startup import Started, plan_memory, resolve, start_engine
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress

@@ -3,24 +3,32 @@
 Measured on a grid at the start, and corrected by every step that is timed while serving. A step
 of few rows is padded to the next size on the grid, since it replays a graph of that size; beyond
 the largest graph times lie on lines between the points.
+
+That is the device's part. Small models wait for the host, whose part is learned while serving: it
+goes by sequences, not by rows.
 """
 
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from limelight.engine.pace import HostTime, octave_of
 from limelight.steps import StepKind, StepTimes
 
 SPREAD = 0.05  # log of how far times of the same step lie apart, until it is known
 LEAST_SPREAD = 0.005
 OUTLIER = 3.0  # spreads beyond which a time counts as just that far
 WIDENING = 0.2  # how fast the spread follows: what is late again and again is no outlier
-RATE, LEAST_RATE = 0.5, 0.04  # of a point's first correction, and of all in the long run
+FIRST = math.log(4.0)  # the same of the first at a point: the start found it by a few tries
+RATE, LEAST_RATE = 0.8, 0.04  # of a point's first correction, and of all in the long run
 REACH = 1.0  # octaves of rows over which points that were never seen take part in a correction
 MOST_TRUST = 50.0
+FIXED = 16  # sequences that take the host as long as what is the same in every step
+HOST_RATE = 0.5  # how fast the host's time follows
+DOUBTING = 0.003  # of it, each time that the other kind of as many sequences is learned of
 
 
 def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -115,22 +123,26 @@ class StepCost:
         if inside != (rows, context):
             expected *= self.of_one(rows, context) / self.of_one(*inside)
         off = math.log(ms / expected)
-        far = OUTLIER * self.spread
-        self.spread += WIDENING * (min(abs(off), 2 * far) - self.spread)
-        self.spread = max(self.spread, LEAST_SPREAD)
+        far = FIRST
+        if sum(self.visits_CP[c, p] * weight for c, p, weight in near) >= 0.5:
+            far = OUTLIER * self.spread
+            self.spread += WIDENING * (min(abs(off), 2 * far) - self.spread)
+            self.spread = max(self.spread, LEAST_SPREAD)
         self._move(near, rows, max(-far, min(far, off)))
 
     def _move(self, near: list[tuple[int, int, float]], rows: int, off: float) -> None:
         """Correct the points `near` a step by `off`, and less those that were hardly ever seen."""
         rates = [max(RATE / (1 + self.visits_CP[c, p]), LEAST_RATE) for c, p, _ in near]
-        values = [self.log_CP[c, p] for c, p, _ in near]
         rate = sum(rate * weight for rate, (_, _, weight) in zip(rates, near, strict=True))
         octaves_P = np.abs(self._octaves_P - math.log2(max(rows, 1)))
-        self.log_CP += off * rate * np.exp(-octaves_P / REACH) / (1 + self.visits_CP)
+        rate_CP = rate * np.exp(-octaves_P / REACH) / (1 + self.visits_CP)
         most = max(weight for _, _, weight in near)
-        for (c, p, weight), value, own in zip(near, values, rates, strict=True):
-            self.log_CP[c, p] = value + off * own * weight / most
+        for (c, p, weight), own in zip(near, rates, strict=True):
+            # One that was never seen moves no less than those that are farther away.
+            least = rate_CP[c, p] if self.visits_CP[c, p] == 0 else 0.0
+            rate_CP[c, p] = max(own * weight / most, least)
             self.visits_CP[c, p] += weight
+        self.log_CP += off * rate_CP
         self._smooth()
 
     def _smooth(self) -> None:
@@ -179,18 +191,86 @@ def _shares(axis: list[int], value: int, first: int = 0) -> list[tuple[int, floa
     return [(at, part) for at, part in each if part > 0]
 
 
+class HostCost:
+    """Milliseconds that steps with drafts and without take the host, by their sequences.
+
+    Of what was never seen as little is said as there can be: if it would be the better one then, it
+    is tried, and seen. What has not been seen for long is doubted more and more for the same end.
+    """
+
+    def __init__(self) -> None:
+        # For each sequence and the `FIXED` beside them, by octave, without drafts and with them.
+        self.plain: dict[int, float] = {}
+        self.drafted: dict[int, float] = {}
+        self.overlaps = True
+
+    def observe(self, times: Sequence[HostTime]) -> None:
+        """Learn from some steps: of like ones from the middle time."""
+        alike: dict[tuple[bool, int], list[float]] = {}
+        for one in times:
+            self.overlaps = one.overlaps
+            ms = one.ms / (one.sequences + FIXED)
+            alike.setdefault((one.drafts, octave_of(one.sequences)), []).append(ms)
+        for (drafts, octave), found in alike.items():
+            middle = sorted(found)[(len(found) - 1) // 2]
+            known, other = (self.drafted, self.plain)[:: 1 if drafts else -1]
+            before = known.setdefault(octave, middle)
+            known[octave] = before + HOST_RATE * (middle - before)
+            if octave in other and (not drafts, octave) not in alike:
+                other[octave] *= 1 - DOUBTING
+
+    def plain_ms(self, sequences: int) -> float:
+        """Of a step without drafts of so many."""
+        octave = octave_of(sequences)
+        if octave in self.drafted and octave not in self.plain:
+            return self.drafted[octave] * min(self._shares(), default=0.0) * (sequences + FIXED)
+        return _nearest(self.plain, octave) * (sequences + FIXED)
+
+    def drafted_ms(self, sequences: int) -> float:
+        """Of one with drafts, which does all that one without does."""
+        octave, plain_ms = octave_of(sequences), self.plain_ms(sequences)
+        if octave in self.plain and octave not in self.drafted:
+            return plain_ms / max(self._shares(), default=1.0)
+        return max(plain_ms, _nearest(self.drafted, octave) * (sequences + FIXED))
+
+    def _shares(self) -> list[float]:
+        """What a step without drafts takes of one with them, wherever both are known."""
+        both = self.plain.keys() & self.drafted.keys()
+        return [min(1.0, self.plain[octave] / self.drafted[octave]) for octave in both]
+
+
+def _nearest(known: dict[int, float], octave: int) -> float:
+    """What is known of the octave, or else of the one nearest to it."""
+    return known[min(known, key=lambda one: abs(one - octave))] if known else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Of steps by their kind, and of drafting by the sequences that it is for."""
+    """Of steps by their kind, of drafting by the sequences that it is for, and of the host."""
 
     steps: Mapping[StepKind, StepCost]
     drafting: StepCost
+    host: HostCost = field(default_factory=HostCost)
 
     def step_ms(self, kind: StepKind, rows: int, context: int) -> float:
         return self.steps[kind].of_one(rows, context)
 
     def draft_ms(self, sequences: int) -> float:
         return self.drafting.of_one(sequences, 0)
+
+    def plain_ms(self, sequences: int, context: int) -> float:
+        """Of a step without drafts, from one to the next."""
+        device_ms = self.step_ms(StepKind.PLAIN, sequences, context)
+        host_ms = self.host.plain_ms(sequences)
+        return max(device_ms, host_ms) if self.host.overlaps else device_ms + host_ms
+
+    def drafted_ms(
+        self, rows: int | np.ndarray, sequences: int, context: int, kind: StepKind
+    ) -> np.ndarray:
+        """The same of a step with drafts that makes some for the next, FP64 of the rows' shape."""
+        device_ms = self.steps[kind].ms(rows, context) + self.draft_ms(sequences)
+        host_ms = self.host.drafted_ms(sequences)
+        return np.maximum(device_ms, host_ms) if self.host.overlaps else device_ms + host_ms
 
     def observe(self, times: StepTimes) -> None:
         """Correct what a step like this one is thought to take."""

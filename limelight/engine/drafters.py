@@ -7,9 +7,9 @@ from pathlib import Path
 
 from limelight.checkpoint import locate
 from limelight.config import EngineConfig
-from limelight.engine.drafting import Drafting
+from limelight.engine.drafting import AllDrafts, Drafting
 from limelight.engine.memory import MemoryPlan, WeightKind, format_of
-from limelight.engine.speculation import AllDrafts, Speculation
+from limelight.engine.speculation import Speculation
 from limelight.engine.timing import Timing
 from limelight.models.dflash2 import DFlash2, Ends
 from limelight.models.dflash2_config import DFlash2Config

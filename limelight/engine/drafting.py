@@ -10,13 +10,60 @@ from dataclasses import replace
 from itertools import compress
 from operator import attrgetter
 
-from limelight.engine.speculation import AllDrafts, Load, Speculation
+import numpy as np
+
+from limelight.engine.acceptance import Counts
+from limelight.engine.pace import HostTime, Pace
+from limelight.engine.speculation import Decision, Load, Speculation
 from limelight.stats import SpeculationStats
-from limelight.steps import Drafted, Grant, Sampled, StepPlan, StepResult, StepTimes
+from limelight.steps import Drafted, Grant, Sampled, StepPlan, StepResult, StepTimes, Trim
 
 logger = logging.getLogger(__name__)
 # Of so many verified drafts a drafter that fits its target gets more than this share accepted.
 TELLING, LEAST_ACCEPTED = 500, 0.02
+
+
+class AllDrafts:
+    """Drafts in every step, and verifies all of them."""
+
+    def __init__(self, num_drafts: int):
+        self.counts, self._last = Counts(num_drafts), (0, 0)
+
+    def goes_on_resting(self) -> bool:
+        return False
+
+    def choose(self, load: Load) -> Decision:
+        offered = sum(load.drafts)
+        self.counts.offered += offered
+        self._last = offered, load.rows
+        return Decision(offered, bool(load.slots))
+
+    def trim(self, budget: int) -> Trim | None:
+        return None
+
+    def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
+        self.counts.drafted += odds_BN.size
+
+    def settled(
+        self, odds_BN: np.ndarray, verified: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        self.counts.settled(verified, accepted)
+
+    def timed(self, times: StepTimes) -> None:
+        pass
+
+    def hosted(self, host: HostTime) -> None:
+        pass
+
+    def learn(self) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def stats(self) -> SpeculationStats:
+        budget, rows = self._last
+        return replace(self.counts.stats(), budget=budget, rows=rows)
 
 
 class Drafting:
@@ -24,7 +71,7 @@ class Drafting:
 
     def __init__(self, policy: AllDrafts | Speculation, *, synthetic: bool = False):
         """With `synthetic` drafts stand at rates that were told, which the figures must say."""
-        self.policy, self.synthetic = policy, synthetic
+        self.policy, self.synthetic, self.pace = policy, synthetic, Pace()
         self.times: StepTimes | None = None  # of the last step that was timed
         self.waiting: Drafted | None = None  # drafts of the last step that was heard of
         self.untold: Drafted | None = None  # the same, until the policy has heard of them
@@ -34,9 +81,13 @@ class Drafting:
         self.verified = self.accepted = 0
         self.told = False  # whether it is known if the drafter fits
 
-    def decide(self, plan: StepPlan) -> StepPlan:
-        """The plan, and what becomes of its drafts."""
+    def decide(self, plan: StepPlan, *, overlaps: bool = True) -> StepPlan:
+        """The plan, and what becomes of its drafts; with `overlaps` the step before it runs."""
+        host = self.pace.end(plan, overlaps=overlaps)
+        if host is not None:
+            self.policy.hosted(host)
         if len(plan.grants) == self.quiet and not plan.admissions and self.policy.goes_on_resting():
+            self.pace.skip()
             return plan
         self._stats = None
         for admission in plan.admissions:
@@ -56,11 +107,21 @@ class Drafting:
         # Who reads a prompt will decode, which is another load.
         loud = loud or len(load.slots) < len(plan.grants)
         self.quiet = None if loud else len(plan.grants)
-        return replace(plan, trim=trim, drafts=decision.drafts, timed=decision.timed)
+        plan = replace(plan, trim=trim, drafts=decision.drafts, timed=decision.timed)
+        self.pace.begin(plan)
+        return plan
 
-    def learn(self, settled: Sequence[Sampled], going_on: set[int], result: StepResult) -> None:
+    def learn(
+        self,
+        settled: Sequence[Sampled],
+        going_on: set[int],
+        result: StepResult,
+        *,
+        overlaps: bool = True,
+    ) -> None:
         """What came of a step's sequences; those in the slots `going_on` have not ended."""
         self._stats = None
+        self.pace.heard(result, overlaps=overlaps)
         if result.times is not None:
             self.times = result.times
             self.policy.timed(result.times)

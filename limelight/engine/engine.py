@@ -209,7 +209,7 @@ class Engine:
         if self.routing is not None:
             self._follow(self.routing, plan)
         if self.drafting is not None and plan.grants:
-            plan = self.drafting.decide(plan)
+            plan = self.drafting.decide(plan, overlaps=self.overlap)
         sequences = {grant.slot: self.scheduler.running[grant.slot] for grant in plan.grants}
         step = None
         if plan.grants or self.is_called:
@@ -279,7 +279,7 @@ class Engine:
         if self.drafting is not None and step.plan.tells_of_drafts:
             running = self.scheduler.running
             going_on = {slot for slot, one in step.sequences.items() if running.get(slot) is one}
-            self.drafting.learn(settled, going_on, result)
+            self.drafting.learn(settled, going_on, result, overlaps=self.overlap)
         return [output for output in outputs if output is not None]
 
     def _fail_all(self, sequences: Iterable[Sequence], error: Exception) -> list[Output]:
@@ -360,19 +360,14 @@ class Engine:
         """How many of these tokens the sequence takes, whether it then ends, and by which stop."""
         if sequence.request.max_tokens == 0:  # only the prompt was asked about
             return 0, "length", None
+        params, made = sequence.request.params, sequence.output_token_ids
+        left = sequence.request.max_tokens - len(made)
         for count, token_id in enumerate(token_ids, 1):
-            sequence.output_token_ids.append(token_id)
-            finish_reason, stop_reason = self._end(sequence)
-            if finish_reason is not None:
-                return count, finish_reason, stop_reason
+            made.append(token_id)
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return count, "stop", None
+            if params.stop_token_ids and token_id in params.stop_token_ids:
+                return count, "stop", token_id
+            if count >= left:
+                return count, "length", None
         return len(token_ids), None, None
-
-    def _end(self, sequence: Sequence) -> tuple[FinishReason | None, int | None]:
-        """Whether the last token ends the sequence, and the stop token that did."""
-        request, made = sequence.request, len(sequence.output_token_ids)
-        params, last = request.params, sequence.output_token_ids[-1]
-        if last in self.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if last in (params.stop_token_ids or ()):
-            return "stop", last
-        return ("length", None) if made >= request.max_tokens else (None, None)

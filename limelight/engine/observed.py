@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from limelight.engine.pace import HostTime
 from limelight.steps import StepKind, StepTimes
 
 # Sequences whose newest passes, or labels, are learned from at once: more would say little more.
@@ -43,6 +44,7 @@ class Observed:
     passes: list[Pass | int] = field(default_factory=list)
     labels: list[Labels] = field(default_factory=list)
     times: list[StepTimes] = field(default_factory=list)
+    hosts: list[HostTime] = field(default_factory=list)
 
     def newest_passes(self) -> list[Pass | int]:
         """The last passes, those of the same slots joined: odds are [H, B, N], the oldest first.

@@ -1,8 +1,10 @@
 """How many drafts a step verifies, and whether drafts are made at all. NumPy, no torch.
 
     expected tokens of a step = R + S_1 + ... + S_B    the B likeliest drafts of R sequences
-    rate = max over B of expected tokens / (time of verifying + time of drafting)
-    B = argmax of expected tokens - rate * time of verifying
+    rate = max over B of expected tokens / time of a step
+    B = argmax of expected tokens - rate * time of a step
+
+A step takes the time of verifying and of drafting, or the host's where that is longer.
 
 S comes from earlier passes of the drafter (`ops/trim.py` says why), so B knows nothing of the
 drafts that it is for; which B drafts are kept is decided on the device. Without drafts a step makes
@@ -23,6 +25,7 @@ import numpy as np
 from limelight.engine.acceptance import Acceptance, Counts
 from limelight.engine.cost import StepCosts
 from limelight.engine.observed import Labels, Observed, Pass
+from limelight.engine.pace import HostTime, octave_of
 from limelight.stats import SpeculationStats
 from limelight.steps import StepKind, StepTimes, Trim
 
@@ -36,10 +39,15 @@ FORGETTING = 0.02  # of the average over all sequences, a sequence of a pass
 REST_MARGIN, WORK_MARGIN, DOUBT = 0.005, 0.002, 1.0
 TRIAL_COST = 0.004  # share of the time that trials may take while the drafter rests
 TRIAL_EVERY = (8, 4096)  # steps between trials, at least and at most
+# Steps without drafts while it works, the share of the time that they may cost, and steps between
+# looks at least: what they take would not be known else, and the start may have timed them wrong.
+LOOK_STEPS, LOOK_COST, LOOK_EVERY = 6, 0.004, 64
 TRIAL_SHARE = 4  # one of so many sequences, or all places of one, are verified in a trial at least
 DECIDING_SHARE, RESTING_SHARE = 0.01, 0.002  # of the time of steps that decisions may take
+SHARE_RATE = 0.05  # how fast the share of drafts that are offered follows, a step
+COLD_STEPS = 8  # that a decision holds for at most before the drafter is known
 STEPS_OF_A_DECISION = 4  # that it holds for at least while the same load goes on
-TIMED_STEPS = 4  # behind a decision: to time one takes a while, too
+TIMED_STEPS = 8  # behind a decision: to time one takes a while, too
 SURPRISE = 2.0  # times what decisions take, beyond which one counts as just that long
 FOLLOWING = 0.2  # how fast what they take follows
 # Labels or passes before which the drafter does not rest, for nothing is known of it.
@@ -68,7 +76,7 @@ class Load:
     def size(self) -> tuple[int, int]:
         """Octaves of its sequences and, where it has a prompt, of its rows; 0: it has none."""
         prompt = self.rows > len(self.slots)
-        return len(self.slots).bit_length(), self.rows.bit_length() if prompt else 0
+        return octave_of(len(self.slots)), self.rows.bit_length() if prompt else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,46 +102,6 @@ class Held:
         return self.budget * offered // self.offered
 
 
-class AllDrafts:
-    """Drafts in every step, and verifies all of them."""
-
-    def __init__(self, num_drafts: int):
-        self.counts, self._last = Counts(num_drafts), (0, 0)
-
-    def goes_on_resting(self) -> bool:
-        return False
-
-    def choose(self, load: Load) -> Decision:
-        offered = sum(load.drafts)
-        self.counts.offered += offered
-        self._last = offered, load.rows
-        return Decision(offered, bool(load.slots))
-
-    def trim(self, budget: int) -> Trim | None:
-        return None
-
-    def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
-        self.counts.drafted += odds_BN.size
-
-    def settled(
-        self, odds_BN: np.ndarray, verified: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        self.counts.settled(verified, accepted)
-
-    def timed(self, times: StepTimes) -> None:
-        pass
-
-    def learn(self) -> None:
-        pass
-
-    def forget(self, slot: int) -> None:
-        pass
-
-    def stats(self) -> SpeculationStats:
-        budget, rows = self._last
-        return replace(self.counts.stats(), budget=budget, rows=rows)
-
-
 class Speculation:
     """Decides step by step, and learns from what steps gave and how long they took."""
 
@@ -155,7 +123,9 @@ class Speculation:
         self.average_N = np.ones(num_drafts)
         self.sequences = 0  # of the last step, in octaves
         self.rests: dict[int, bool] = {}  # by such
-        self.trial = False
+        self.last_plain: dict[int, int] = {}  # the last step without drafts, by such
+        self.shares: dict[int, float] = {}  # of all drafts that could be, those that are offered
+        self.trial = self.looks = False  # the last steps of a decision that looks make no drafts
         self.passes = 0
         self.counts = Counts(num_drafts)
         self.observed = Observed()
@@ -195,14 +165,21 @@ class Speculation:
         self.counts.offered += offered
         self.sequences, _ = load.size
         held = self.held.get(load.size)
-        if held is None or self.trial or not self.warm or self.step >= self.due:
+        if offered:
+            share = offered / (len(load.slots) * self.num_drafts)
+            before = self.shares.get(self.sequences, share)
+            self.shares[self.sequences] = before + SHARE_RATE * (share - before)
+        if held is None or self.trial or self.step >= self.due:
             held = self._decide(load, offered)
         room = max(self.max_rows - len(load.slots), 0)
         self._last = min(held.of(offered), room), load.rows
-        drafts = self.trial or not self.resting
+        looks = self.looks and self.step >= self.due - LOOK_STEPS
+        drafts = self.trial or not (self.resting or looks)
         if drafts:
             self.last_pass = self.step
-        timed = self.step < self.decided + TIMED_STEPS
+        else:
+            self.last_plain[self.sequences] = self.step
+        timed = looks or self.step < self.decided + TIMED_STEPS
         return Decision(self._last[0], drafts, timed)
 
     def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
@@ -229,6 +206,10 @@ class Speculation:
         """What a step took."""
         self.observed.times.append(times)
 
+    def hosted(self, host: HostTime) -> None:
+        """What a step took the host."""
+        self.observed.hosts.append(host)
+
     def forget(self, slot: int) -> None:
         """The slot's sequence has left it, or will be computed anew."""
         self.observed.passes.append(slot)
@@ -247,6 +228,7 @@ class Speculation:
             self.acceptance.observe(*labels, steps=len(told.labels))
         for times in told.middle_times():
             self.costs.observe(times)
+        self.costs.host.observe(told.hosts)
 
     def stats(self) -> SpeculationStats:
         """Counts since the start, and what was believed at the last decision."""
@@ -298,8 +280,16 @@ class Speculation:
             max(math.ceil(self.takes_ms / (share * step_ms)), STEPS_OF_A_DECISION)
             for share in (DECIDING_SHARE, RESTING_SHARE)
         )
+        if not self.warm:  # what is learned at first weighs most
+            return max(1, min(least, self.passes, COLD_STEPS))
+        if self.looks:
+            seldom = self.sequences in self.last_plain
+            return max(least if seldom else 0, LOOK_STEPS)
         if not self.resting or self.trial:
             return least
+        host = self.costs.host
+        if host.drafted and not host.plain:  # it rests as if the host took no time
+            return TIMED_STEPS
         return max(least, min(most, self.next_look - self.step))
 
     def _weigh(self, load: Load, offered: int) -> Held:
@@ -307,24 +297,28 @@ class Speculation:
         sequences, context = len(load.slots), load.context
         survival_HBN = self._recent(load.slots)
         gains = self._gains(survival_HBN, np.full(sequences, self.num_drafts), sequences)
-        draft_ms = self.costs.draft_ms(sequences)
+        # Beside prompts fewer are offered; where prompts never end, that is all there is.
+        gains = gains[: math.ceil(self.shares.get(self.sequences, 1.0) * len(gains))]
         # What a token is worth is told by steps without prompts: those take the time they take.
-        plain_ms = self.costs.step_ms(StepKind.PLAIN, sequences, context)
+        plain_ms = self.costs.plain_ms(sequences, context)
         rows = sequences + np.arange(len(gains) + 1)
-        each_ms = self.costs.steps[StepKind.DRAFTED].ms(rows, context) + draft_ms
+        each_ms = self.costs.drafted_ms(rows, sequences, context, StepKind.DRAFTED)
         rates = (sequences + _sums(gains)) / each_ms
         budget = int(rates.argmax())
         rate, plain = float(rates[budget]), sequences / plain_ms
         self._rest_or_work(rate, plain)
+        every = max(LOOK_STEPS * (1 - plain / rate) / LOOK_COST, LOOK_EVERY)
+        last = self.last_plain.get(self.sequences)
+        self.looks = self.warm and not self.resting and (last is None or self.step >= last + every)
         # Whatever is thought of the drafts, some must be seen to know better.
         seen = self.trial or not self.warm
-        self._look_out(sequences, context, gains, draft_ms, plain_ms, seen=seen)
+        self._look_out(sequences, context, gains, plain_ms, seen=seen)
         step_ms = plain_ms if self.resting else float(each_ms[budget])
         if not offered:
             return Held(budget, sequences * self.num_drafts, step_ms)
         gains = self._gains(survival_HBN, np.asarray(load.drafts), sequences)
         rows = load.rows + np.arange(len(gains) + 1)
-        each_ms = self.costs.steps[load.kind(StepKind.DRAFTED)].ms(rows, context)
+        each_ms = self.costs.drafted_ms(rows, sequences, context, load.kind(StepKind.DRAFTED))
         budget = int((_sums(gains) - (plain if self.resting else rate) * each_ms).argmax())
         budget = max(budget, self._tried(gains, sequences) if seen else 0)
         return Held(budget, offered, step_ms)
@@ -362,7 +356,6 @@ class Speculation:
         sequences: int,
         context: int,
         gains: np.ndarray,
-        draft_ms: float,
         plain_ms: float,
         *,
         seen: bool,
@@ -370,9 +363,10 @@ class Speculation:
         """Say when a resting drafter is tried, so that trials, and to decide about them, take a
         small share of the time; what comes of one that is `seen` is to be known soon."""
         count = self._tried(gains, sequences)
-        with_ms = self.costs.step_ms(StepKind.DRAFTED, sequences + count, context)
+        rows = sequences + count
+        with_ms = float(self.costs.drafted_ms(rows, sequences, context, StepKind.DRAFTED))
         won_ms = float(gains[:count].sum()) * plain_ms / sequences
-        lost_ms = max(draft_ms + with_ms - plain_ms - won_ms, 0.0) + self.takes_ms
+        lost_ms = max(with_ms - plain_ms - won_ms, 0.0) + self.takes_ms
         least, most = TRIAL_EVERY
         steps = max(least, min(most, math.ceil(lost_ms / (TRIAL_COST * plain_ms))))
         self.trial = self.resting and self.step >= self.last_pass + steps

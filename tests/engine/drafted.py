@@ -155,6 +155,9 @@ class Whim:
     def timed(self, times) -> None:
         assert times.rows > 0 and times.verify_ms > 0
 
+    def hosted(self, host) -> None:
+        assert host.sequences > 0 and host.ms > 0
+
     def forget(self, slot) -> None:
         pass
 

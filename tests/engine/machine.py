@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from limelight.engine.cost import StepCost, StepCosts
+from limelight.engine.pace import HostTime
 from limelight.engine.speculation import Load, Speculation
 from limelight.ops.trim import split
 from limelight.steps import StepKind, StepTimes
@@ -21,13 +22,15 @@ REQUESTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 @dataclass
 class Machine:
     """`verify(rows, context)` and `draft(sequences)` are its milliseconds; a step without drafts
-    takes `plain` times that of one that verifies as many rows."""
+    takes `plain` times that of one that verifies as many rows. The `host` works meanwhile: so long
+    for a step without drafts, and so long for one with them."""
 
     verify: Callable[[int, int], float]
     draft: Callable[[int], float]
     plain: float = 1.0
     noise: float = 0.02
     outliers: float = 0.01
+    host: tuple[float, float] = (0.0, 0.0)
 
     def ms(self, rows: int, context: int, kind: StepKind = StepKind.DRAFTED) -> float:
         padded = next((size for size in GRAPHS if size >= rows), rows)
@@ -77,13 +80,13 @@ def context_of(batch: int) -> int:
 
 
 def rate_of_none(machine: Machine, batch: int) -> float:
-    return batch / machine.ms(batch, context_of(batch), StepKind.PLAIN)
+    return batch / max(machine.ms(batch, context_of(batch), StepKind.PLAIN), machine.host[False])
 
 
 def rate_of_fixed(machine: Machine, traffic: Traffic, first: int) -> float:
     batch, num_drafts = traffic.odds.shape[1:]
     rows = batch * (num_drafts + 1)
-    ms = machine.ms(rows, context_of(batch)) + machine.draft(batch)
+    ms = max(machine.ms(rows, context_of(batch)) + machine.draft(batch), machine.host[True])
     return (batch + traffic.survival[first:].sum(axis=(1, 2)).mean()) / ms
 
 
@@ -135,7 +138,10 @@ def rate_of_adaptive(
                 batch,
             )  # fmt: skip
         )
-        ms += draft_ms or 0.0
+        ms = max(ms + (draft_ms or 0.0), machine.host[kind is StepKind.DRAFTED])
+        if machine.host[True] and decision.drafts == (kind is StepKind.DRAFTED):
+            host_ms = machine.timed(machine.host[decision.drafts], rng)
+            speculation.hosted(HostTime(decision.drafts, batch, host_ms, overlaps=True))
         if step >= first:
             kept_BN = np.arange(num_drafts) < kept_B[:, None]
             tokens += batch + float(traffic.survival[step][kept_BN].sum())
