@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -212,7 +213,7 @@ class HostCost:
             ms = one.ms / (one.sequences + FIXED)
             alike.setdefault((one.drafts, octave_of(one.sequences)), []).append(ms)
         for (drafts, octave), found in alike.items():
-            middle = sorted(found)[(len(found) - 1) // 2]
+            middle = median(found)
             known, other = (self.drafted, self.plain)[:: 1 if drafts else -1]
             before = known.setdefault(octave, middle)
             known[octave] = before + HOST_RATE * (middle - before)

@@ -108,7 +108,7 @@ class Drafting:
         loud = loud or len(load.slots) < len(plan.grants)
         self.quiet = None if loud else len(plan.grants)
         plan = replace(plan, trim=trim, drafts=decision.drafts, timed=decision.timed)
-        self.pace.begin(plan)
+        self.pace.begin(plan, fresh=decision.fresh)
         return plan
 
     def learn(

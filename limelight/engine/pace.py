@@ -37,16 +37,17 @@ class Pace:
         # Whether the last step and the one before have drafts; None: they are not looked at.
         self.drafts: bool | None = None
         self.before: bool | None = None
-        self.sequences, self.began = 0, 0.0  # of the last one, in seconds
+        # Of the last one, in seconds, and when its planning was over but for its drafts.
+        self.sequences, self.began, self.entered = 0, 0.0, 0.0
         self.apart_ms: float | None = None  # of it, that were not the host's
 
-    def begin(self, plan: StepPlan) -> None:
-        """A step has been decided about; all it takes from here on is its own."""
+    def begin(self, plan: StepPlan, *, fresh: bool) -> None:
+        """A step has been decided about; what a `fresh` decision took is no part of it."""
         self.before, self.drafts = self.drafts, None
         # Between drafts and none are others.
         if plan.timed and (plan.drafts or plan.is_plain) and not (_admits(plan) or _reads(plan)):
             self.drafts, self.sequences, self.apart_ms = plan.drafts, len(plan.grants), None
-            self.began = self.clock()
+            self.began = self.clock() if fresh else self.entered
 
     def skip(self) -> None:
         """A step is made that is not looked at."""
@@ -61,10 +62,11 @@ class Pace:
 
     def end(self, plan: StepPlan, *, overlaps: bool) -> HostTime | None:
         """The next step is about to be decided about: what the last one took, if that is known."""
+        self.entered = self.clock()
         drafts, apart_ms = self.drafts, self.apart_ms
         if drafts is None or apart_ms is None or drafts is not self.before or _admits(plan):
             return None
-        ms = 1e3 * (self.clock() - self.began) - apart_ms
+        ms = 1e3 * (self.entered - self.began) - apart_ms
         return HostTime(drafts, self.sequences, max(ms, LEAST_MS), overlaps)
 
 

@@ -82,11 +82,12 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`budget`: drafts verified in the step; `drafts`: whether it makes some for the next one;
-    `timed`: whether its parts are timed."""
+    `timed`: whether its parts are timed; `fresh`: whether it was made just now, which takes time."""
 
     budget: int
     drafts: bool
     timed: bool = True
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Speculation:
         else:
             self.last_plain[self.sequences] = self.step
         timed = looks or self.step < self.decided + TIMED_STEPS
-        return Decision(self._last[0], drafts, timed)
+        return Decision(self._last[0], drafts, timed, fresh=self.step == self.decided)
 
     def drafted(self, slots: Sequence[int], odds_BN: np.ndarray) -> None:
         """The log odds of the drafts that a pass made, in the order of the passes."""

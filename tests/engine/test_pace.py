@@ -23,7 +23,7 @@ class Steps:
         """What is known of the step before once `plan` comes."""
         host = self.pace.end(plan, overlaps=self.overlaps)
         self.now += 1.0  # a decision is no part of any step
-        self.pace.begin(plan)
+        self.pace.begin(plan, fresh=True)
         if result is not None:
             self.pace.heard(result, overlaps=self.overlaps)
         self.now += 0.005
