@@ -82,7 +82,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`budget`: drafts verified in the step; `drafts`: whether it makes some for the next one;
-    `timed`: whether its parts are timed; `fresh`: whether it was made just now, which takes time."""
+    `timed`: whether its parts are timed; `fresh`: whether it was made just now, at some cost."""
 
     budget: int
     drafts: bool
