@@ -33,10 +33,11 @@ import triton.language as tl
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl, stages
 from limelight.ops.activation import gated
 from limelight.ops.keys import (
-    FEW_ROWS,
+    FEW_HEADS,
     HIDDEN,
     LOG2E,
     End,
+    absorb,
     absorb_either,
     absorb_own,
     block_start,
@@ -121,19 +122,19 @@ def _split_kernel(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     KEYS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, TURN: tl.constexpr,
-    ROUND: tl.constexpr, SSMAX: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr,
-    GATE: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, BLOCK: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr,
+    TURN: tl.constexpr, ROUND: tl.constexpr, SSMAX: tl.constexpr, WHOLE: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of a sequence's keys for queries of one KV head; grid (part and rows, K, B).
 
-    `WHOLE`: the part holds all keys, and its program writes the result.
+    `FEW`: one query of a sequence, of few heads. `WHOLE`: the part holds all keys, and its program
+    writes the result.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     dtype: tl.constexpr = q.dtype.element_ty
     FP8: tl.constexpr = pairs.dtype.element_ty == tl.int16
     WIDTH: tl.constexpr = C // 2 if FP8 else C
-    FEW: tl.constexpr = ROWS <= FEW_ROWS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k_scale, v_scale = 1.0, 1.0
@@ -215,17 +216,13 @@ def _split_kernel(
             to_EW = pairs + kv * half_stride + slot_E[:, None] * WIDTH + tl.arange(0, WIDTH)
             tl.store(to_EW, k_EW, mask=(slot_E >= 0)[:, None])
             tl.store(to_EW + half_stride.to(tl.int64) * KV_HEADS, v_EW, mask=(slot_E >= 0)[:, None])
-            if NEW == 1:
+            if FEW:
                 m_R, l_R, a_CR = absorb_own(q_CR, k_EW, v_EW, m_R, l_R, a_CR, scale, FP8)
             else:
-                if not FEW:
-                    k_EW, v_EW = tl.trans(k_EW), tl.trans(v_EW)
-                before_R, l_ER = m_R, empty_totals(l_R, NEW, FEW)
-                m_R, l_ER, a_CR = absorb_either(
-                    q_CR, k_EW, tl.trans(v_EW), cached, length, position_R, m_R, l_ER, a_CR, scale,
-                    WINDOW, NEW, FP8, CAUSAL, FEW,
+                m_R, l_R, a_CR = absorb(
+                    q_CR, tl.trans(k_EW), v_EW, cached, length, position_R, m_R, l_R, a_CR, scale,
+                    WINDOW, NEW, False, FP8, CAUSAL,
                 )  # fmt: skip
-                l_R = totals(l_R, l_ER, before_R, m_R, FEW)
     else:
         k_LC, v_CL = fetch_either(
             pairs, slot_L, kv, begin, first, end, half_stride, KV_HEADS, WIDTH, KEYS, FEW
@@ -430,7 +427,8 @@ class Split:
         most = layout.mixed or layout.max_query if blocks is None else blocks.each
         queries = min(next_power_of_2(most), FEW_QUERIES)
         group, few = heads // kv_heads, layout.few if layout.mixed is None else len(layout.rows_B)
-        rows = min(max(8, next_power_of_2(group * queries)), MOST_ROWS)
+        one = blocks is None and queries == 1 and group <= FEW_HEADS
+        rows = FEW_HEADS if one else min(max(16, next_power_of_2(group * queries)), MOST_ROWS)
         tile = tile or tile_of((layout.busy or few) * kv_heads, window=layout.window, fp8=fp8)
         return cls(
             tile, few, queries, rows,
@@ -439,6 +437,11 @@ class Split:
             least=max(tile.least, queries // 2),
             apart=tile.apart and fresh and tile.splits > 1,
         )  # fmt: skip
+
+    @property
+    def few_heads(self) -> bool:
+        """Whether all rows of a program are heads of one query, and few."""
+        return self.rows == FEW_HEADS
 
     @property
     def whole(self) -> bool:
@@ -505,9 +508,9 @@ def launch(
         q_TN.stride(0), layout.tables_SN.stride(0), pairs.stride(1), end.gate_stride,
         tile.splits, split.least, split.parts, scale * LOG2E.value, eps,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, ROWS=split.rows, TILES=split.pieces,
-        NEW=1 if split.queries == 1 and split.rows <= FEW_ROWS.value else max(16, split.queries),
-        CAUSAL=blocks is None or blocks.causal,
-        TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None, WHOLE=split.whole,
+        NEW=1 if split.few_heads else max(16, split.queries), FEW=split.few_heads,
+        CAUSAL=blocks is None or blocks.causal, WHOLE=split.whole,
+        TURN=turn is not None, ROUND=rounds, SSMAX=ssmax_T is not None,
         num_warps=tile.warps if split.rows < 64 else 8, num_stages=stages(q_TN, tile.stages),
         enable_fp_fusion=not rounds, **common,
     )  # fmt: skip

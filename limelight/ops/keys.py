@@ -19,9 +19,9 @@ from limelight.ops.rope import fp8_of
 LOG2E = tl.constexpr(1.4426950408889634)
 # The score of a hidden key: so low that its weight is zero, and finite.
 HIDDEN = tl.constexpr(-1.0e30)
-# So many rows of queries and heads are the columns of the matrix units: see `absorb_few`. For more
+# Up to so many heads of one query are the columns of the matrix units: see `absorb_few`. For more
 # Triton 3.6 takes Hopper's `wgmma`, whose sums were wrong here.
-FEW_ROWS = tl.constexpr(8)
+FEW_HEADS = 8
 
 
 @triton.jit
@@ -144,6 +144,20 @@ def totals(l_R, l_LR, before_R, m_R, FEW: tl.constexpr):
 
 
 @triton.jit
+def _seen(scores, key, end, position, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """Scores of keys by queries, either way round, `HIDDEN` where a query does not see a key."""
+    ahead = key - position
+    seen = tl.broadcast_to(key < end, scores.shape)
+    if CAUSAL:
+        seen = seen & (ahead <= 0)
+    if WINDOW is not None:
+        seen = seen & (ahead > -WINDOW)
+        if not CAUSAL:
+            seen = seen & (ahead < WINDOW)
+    return tl.where(seen, scores, HIDDEN)
+
+
+@triton.jit
 def absorb(
     q_RC, k_CL, v_LC, at, end, position_R, m_R, l_R, a_RC, scale,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, FP8: tl.constexpr,
@@ -163,15 +177,7 @@ def absorb(
         s_RL = tl.dot(q_RC, k_CL.to(dtype), input_precision="ieee")
     if not ALL:
         key_L = at + tl.arange(0, KEYS)
-        ahead_RL = key_L[None, :] - position_R[:, None]
-        seen_RL = tl.broadcast_to((key_L < end)[None, :], s_RL.shape)
-        if CAUSAL:
-            seen_RL = seen_RL & (ahead_RL <= 0)
-        if WINDOW is not None:
-            seen_RL = seen_RL & (ahead_RL > -WINDOW)
-            if not CAUSAL:
-                seen_RL = seen_RL & (ahead_RL < WINDOW)
-        s_RL = tl.where(seen_RL, s_RL, HIDDEN)
+        s_RL = _seen(s_RL, key_L[None, :], end, position_R[:, None], WINDOW, CAUSAL)
     new_R = tl.maximum(m_R, tl.max(s_RL, axis=1) * scale)
     p_RL = tl.exp2(s_RL * scale - new_R[:, None])
     shrink_R = tl.exp2(m_R - new_R)
@@ -225,15 +231,7 @@ def absorb_few(
     else:
         s_LR = tl.dot(k_LC.to(dtype), q_CR, input_precision="ieee")
     key_L = at + tl.arange(0, KEYS)
-    ahead_LR = key_L[:, None] - position_R[None, :]
-    seen_LR = tl.broadcast_to((key_L < end)[:, None], s_LR.shape)
-    if CAUSAL:
-        seen_LR = seen_LR & (ahead_LR <= 0)
-    if WINDOW is not None:
-        seen_LR = seen_LR & (ahead_LR > -WINDOW)
-        if not CAUSAL:
-            seen_LR = seen_LR & (ahead_LR < WINDOW)
-    s_LR = tl.where(seen_LR, s_LR, HIDDEN)
+    s_LR = _seen(s_LR, key_L[:, None], end, position_R[None, :], WINDOW, CAUSAL)
     new_R = tl.maximum(m_R, tl.max(s_LR, axis=0) * scale)
     p_LR = tl.exp2(s_LR * scale - new_R[None, :])
     shrink_R = tl.exp2(m_R - new_R)
