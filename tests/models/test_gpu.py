@@ -141,31 +141,46 @@ def test_plain_graphed_and_overlapped_steps_give_the_same_tokens(name):
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("name", sorted(BUNDLED_DRAFTERS))
 def test_drafts_give_the_likeliest_tokens_by_step_by_graph_and_overlapped(name, method, adaptive):
-    """But for near ties, for products of more rows round in another order."""
-    spec = {
-        "model": BUNDLED_DRAFTERS[name], "enable_adaptive_verification": adaptive,
-        "draft_sample_method": method,
-    }  # fmt: skip
-    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
+    settings = {"dtype": "float32", "max_num_batched_tokens": 128, "max_num_seqs": 8}
     plain = engine(name, speculative_config=NO_DRAFTS, **settings)
     for how in ({"enforce_eager": True}, {"async_scheduling": False}, {}):
-        served = engine(name, speculative_config=spec, **settings, **how)
+        served = engine(name, speculative_config=drafted(name, method, adaptive), **settings, **how)
         for params in ({}, {"temperature": 0.7, "top_k": 1}, {"temperature": 0.7, "top_p": 1e-4}):
-            asked = [request(p, max_tokens=60, logprobs=None, **params) for p in prompts(*[30] * 8)]
-            for one, answer in zip(asked, run(served, asked), strict=True):
-                assert behind_the_best(plain, one.prompt_token_ids, answer.token_ids) < 0.2
+            assert max(behind_the_best(plain, served, **params)) < 0.01  # but for near ties
         stats = served.stats().speculation
         assert 0 < stats.accepted <= stats.verified
         served.close()
     plain.close()
 
 
-def behind_the_best(served, prompt, tokens):
-    """By how much the likeliest token was likelier than that of the text, where that is most."""
-    again = request(prompt + tokens, max_tokens=1, prompt_logprobs=1)
-    reports = run(served, [again])[0].prompt_logprobs[len(prompt) :]
-    assert [report.token_id for report in reports] == tokens
-    return max(report.top[0][1] - report.logprob for report in reports)
+@pytest.mark.parametrize("name", sorted(BUNDLED_DRAFTERS))
+def test_drafts_give_likely_tokens_in_bfloat16(name):
+    """A token that goes to another expert by rounding can be far behind, by plain steps too."""
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
+    plain = engine(name, speculative_config=NO_DRAFTS, **settings)
+    served = engine(name, speculative_config=drafted(name, "greedy", adaptive=False), **settings)
+    behind = behind_the_best(plain, served)
+    assert sum(behind) / len(behind) < 0.05
+
+
+def drafted(name, method, adaptive):
+    return {
+        "model": BUNDLED_DRAFTERS[name], "enable_adaptive_verification": adaptive,
+        "draft_sample_method": method,
+    }  # fmt: skip
+
+
+def behind_the_best(plain, served, **params):
+    """How much likelier the likeliest token was, by `plain`, than each that `served` gave."""
+    asked = [request(p, max_tokens=60, logprobs=None, **params) for p in prompts(*[30] * 8)]
+    found = []
+    for one, answer in zip(asked, run(served, asked), strict=True):
+        text = one.prompt_token_ids + answer.token_ids
+        read = run(plain, [request(text, max_tokens=1, prompt_logprobs=1)])[0]
+        reports = read.prompt_logprobs[len(one.prompt_token_ids) :]
+        assert [report.token_id for report in reports] == answer.token_ids
+        found += [report.top[0][1] - report.logprob for report in reports]
+    return found
 
 
 def test_a_long_run_takes_no_more_memory():
