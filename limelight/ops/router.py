@@ -253,10 +253,14 @@ def _select_kernel(
     g, x = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_X)
     inside_GX = (g < GROUPS)[:, None] & (x < SIZE)[None, :]
     index_GX = g[:, None] * SIZE + x[None, :]
+    parts = ()
+    for p in tl.static_range(PARTS):
+        row = logits + (p * rows + t) * experts
+        part = tl.load(row + index_GX, mask=inside_GX, other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
     logits_GX = tl.zeros((BLOCK_G, BLOCK_X), tl.float32)
-    for part in tl.static_range(PARTS):
-        row = logits + (part * rows + t) * experts
-        logits_GX += tl.load(row + index_GX, mask=inside_GX, other=0.0)
+    for p in tl.static_range(PARTS):
+        logits_GX += parts[p]
     scores_GX = tl.sigmoid(logits_GX)
     if bias is None:
         choice_GX = scores_GX
@@ -290,6 +294,8 @@ def _select_kernel(
         tl.store(routed + slot * stride + n_N, ids_N.to(routed.dtype.element_ty), mask=kept_N)
 
 
+# Up to so many parts of a row's logits are read at once in any case.
+FEW_PARTS = 4
 # Up to this many rows, a program has one row and reads its experts' weights before it waits.
 FEW = 8
 # Experts a program and its warps, for one row and for a few; by the most columns.
@@ -371,12 +377,14 @@ def _select(
         routed.check(rows, count)
     into = (None, None) if routed is None else (routed.ids_SN, routed.slots_T)
     stride = 0 if routed is None else routed.ids_SN.stride(0)
+    # Without a bound the compiler saves registers and reads some parts after others.
+    bound = {"maxnreg": 255} if parts > FEW_PARTS else {}
     if rows:
         _select_kernel[(rows,)](
             logits_PTE, bias_E, weights_TN, ids_TN, *into, rows, epsilon, stride,
             PARTS=parts, COUNT=count, GROUPS=groups, KEPT=kept_groups, SIZE=size,
             BLOCK_N=next_power_of_2(count), BLOCK_G=next_power_of_2(groups),
-            BLOCK_X=next_power_of_2(size), num_warps=1, **pdl(logits_PTE),
+            BLOCK_X=next_power_of_2(size), num_warps=1, **bound, **pdl(logits_PTE),
         )  # fmt: skip
     return weights_TN, ids_TN
 
