@@ -350,7 +350,7 @@ class Tile:
 
 # By the most columns.
 ONE_ROW = {
-    768: Tile(32, 4, 4),
+    768: Tile(16, 4, 4),
     2048: Tile(8, 8, 4),
     2560: Tile(16, 8, 2),
     4096: Tile(8, 8, 2),

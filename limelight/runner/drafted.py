@@ -216,8 +216,12 @@ class DraftedSteps:
     def _graph_of(self, extent: Extent) -> tuple[Graphs[DraftedTensors, Outcome], Extent] | None:
         """The graphs one of which holds such a step, and what that one is ready for."""
         decodes = extent.picks == extent.rows
-        graphs = self.graphs if decodes else self.prompt_graphs
-        size = None if graphs is None else graphs.size_for(extent.rows)
+        graphs, rows = self.graphs, extent.rows
+        if not decodes:
+            # One with room for its rows of logits may have more rows than it needs.
+            beyond = extent.picks - self.max_num_seqs
+            graphs, rows = self.prompt_graphs, max(rows, DRAFTS_BESIDE_A_PROMPT * beyond)
+        size = None if graphs is None else graphs.size_for(rows)
         if graphs is None or size is None:
             return None
         if gains_nothing_by_a_graph(extent.prompts, self.storage):

@@ -6,7 +6,7 @@ On a CPU, in FP32, graphs are steps padded as they are; those of a GPU have test
 import pytest
 import torch
 from drafted import fake_graphs, inject, knowing, start_drafted
-from tiny import prompts, request, run, start
+from tiny import Answer, prompts, request, run, start
 
 from limelight.checkpoint import BUNDLED_DRAFTERS, BUNDLED_NAMES
 from limelight.engine.speculation import Decision
@@ -60,6 +60,25 @@ def assert_same(answers, expected):
             assert [value for _, value in mine.top] == pytest.approx(
                 [value for _, value in theirs.top], abs=NEAR
             )
+
+
+def test_a_short_prompt_beside_many_drafts_goes_into_a_larger_graph(flint, drafter, monkeypatch):
+    many = [request(p, max_tokens=12) for p in prompts(*range(3, 18))]
+    late = [request(p, max_tokens=6) for p in prompts(7, 5)]
+    expected = [answer.token_ids for answer in run(start(flint), many + late)]
+    engine = start_drafted(flint, drafter, num_drafts=3, max_num_batched_tokens=128)
+    known = {one.id: ids for one, ids in zip(many + late, expected, strict=True)}
+    inject(engine, knowing(known, right=0.9))
+    graphed(engine, monkeypatch)
+    answers, left = {one.id: Answer() for one in many + late}, list(late)
+    for one in many:
+        engine.add(one)
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id].take(output)
+        if left and min(len(answers[one.id].token_ids) for one in many) > 2:
+            engine.add(left.pop(0))
+    assert [answers[one.id].token_ids for one in many + late] == expected
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
