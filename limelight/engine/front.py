@@ -130,7 +130,7 @@ def _bad_word_ids(
 ) -> list[list[int]]:
     """The ids that spell each word at a text's start, and those that spell it after a blank.
 
-    As vLLM has it, the second only where the blank joins the first token instead of adding one.
+    The second only where they do not end with the first, whose ban covers them.
     """
     if not words:
         return []
@@ -143,7 +143,7 @@ def _bad_word_ids(
             raise RequestError(f"bad_words: {word!r:.50} has no tokens", param="bad_words")
         after_blank = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         spelled.append(bare)
-        if len(after_blank) == len(bare) and after_blank[0] != bare[0]:
+        if after_blank[-len(bare) :] != bare:
             spelled.append(after_blank)
     for ids in spelled:
         _check_ids("bad_words", ids, info)

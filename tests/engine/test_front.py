@@ -128,6 +128,14 @@ def test_a_bad_word_is_spelled_as_it_is_and_after_a_blank(tokenizer):
     assert request.bad_words == [ids["cat"], ids[" cat"], ids["x"]]
 
 
+def test_a_bad_word_that_a_blank_makes_shorter_is_spelled_both_ways():
+    class Merging:
+        def encode(self, text, *, add_special_tokens):
+            return {"flint": [1, 2], " flint": [3]}[text]
+
+    assert make(tokenizer=Merging(), bad_words=["flint"])[0].bad_words == [[1, 2], [3]]
+
+
 def test_a_bad_word_is_spelled_once_where_a_blank_changes_nothing():
     class Stripping:
         def encode(self, text, *, add_special_tokens):
