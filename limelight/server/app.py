@@ -22,14 +22,20 @@ from limelight.parallel.torchrun import Torchrun
 from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
 from limelight.server.control import ControlRoutes
-from limelight.server.http import Call, read_body, until_gone
+from limelight.server.http import Call, Refused, read_body, until_gone
 from limelight.server.lifecycle import SECONDS_TO_TELL, Life
 from limelight.server.middleware import Exchange, Keys
 from limelight.server.openai import Reader
 from limelight.server.page import Page
 from limelight.server.prompts import Prompts
 from limelight.server.service import Service
-from limelight.server.startup import address, example, listen, load_texts
+from limelight.server.startup import (
+    address,
+    allow_connections,
+    example,
+    listen,
+    load_texts,
+)
 from limelight.server.status import StatusRoutes
 from limelight.text.answer_form import AnswerForm
 from limelight.text.template import ChatTemplate
@@ -100,7 +106,11 @@ def _cors(origins: list[str]) -> Middleware:
 
 async def _raise(request: Request, error: Exception) -> Response:
     """Leave the router's errors to `Exchange`, as all others."""
-    raise error
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow")
+    there = f"it takes {allowed}" if allowed else "GET /openapi.json lists the routes"
+    text = f"there is no {request.method} {request.url.path[:100]} here; {there}"
+    raise Refused(error.status_code, text, allow=allowed)
 
 
 class Post:
@@ -155,6 +165,7 @@ def run(
     if engine_config.weight_transfer_config is not None and not server_config.enable_rl:
         raise ValueError("--weight-transfer-config needs --enable-rl, which lets trainers in")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s server: %(message)s")
+    allow_connections()
     sock = listen(server_config.host, server_config.port)
     with sock:
         texts = load_texts(engine_config, server_config)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from limelight.engine.client import EngineDead
@@ -107,9 +106,6 @@ def refusal(error: Exception) -> Refused:
             return Refused(400, str(error), param=error.param, code=error.code)
         case EngineDead():
             return Refused(503, "the engine has died that had this request", retry_after=10)
-        case HTTPException():
-            methods = (error.headers or {}).get("Allow")
-            return Refused(error.status_code, error.detail, allow=methods)
     logger.error("a request met a fault of the server", exc_info=error)
     return Refused(500, "the server met an internal error; its log says more")
 

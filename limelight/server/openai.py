@@ -236,7 +236,7 @@ class Reader:
             raise RequestError(f"priority must be within {MAX_PRIORITY} of 0", param="priority")
 
     def _check_chat(self, own: ChatFields):
-        if own.top_logprobs is not None and not own.logprobs:
+        if own.top_logprobs and not own.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         self.check_logprobs("top_logprobs", own.top_logprobs)
         if own.include_reasoning is False and self.config.reasoning_parser is None:

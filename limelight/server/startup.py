@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import shlex
 import socket
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from limelight.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+MOST_FILES = 65_536
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -55,6 +57,17 @@ def listen(host: str, port: int) -> socket.socket:
         text = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port"
         raise ValueError(text) from error
     return sock
+
+
+def allow_connections():
+    """Raise this process's limit on open files, often 1,024, as far as it may, up to MOST_FILES.
+
+    Connections above it, a probe of /health too, are closed without a word.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if 0 <= soft < most:  # no limit is -1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def address(sock: socket.socket) -> str:

@@ -123,6 +123,7 @@ def test_chat_names_what_is_wrong(make_api, field, value):
 
 def test_top_logprobs_without_logprobs_are_refused(api):
     assert refused(api.chat(top_logprobs=2))["param"] == "top_logprobs"
+    assert api.chat(top_logprobs=0).json()["choices"][0]["logprobs"] is None
 
 
 def test_all_choices_would_be_the_same_at_temperature_0(api):
@@ -300,8 +301,10 @@ def test_a_fault_of_ours_is_a_500_without_its_text(make_api, caplog):
         ("POST", "/health", 405, {"GET", "HEAD"}),
     ],
 )
-def test_router_errors_have_the_same_shape(api, method, path, status, allowed):
+def test_router_errors_have_the_same_shape_and_name_the_route(api, method, path, status, allowed):
     answer = api.request(method, path)
-    refused(answer, status)
+    error = refused(answer, status)
     told = answer.headers.get("allow")
     assert (told and set(told.split(", "))) == allowed
+    assert f"{method} {path} " in error["message"]
+    assert (told or "/openapi.json") in error["message"]

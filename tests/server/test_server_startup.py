@@ -1,6 +1,7 @@
 """What a start reads before the model: sampling defaults, addresses, the example."""
 
 import json
+import resource
 import socket
 from pathlib import Path
 
@@ -8,7 +9,15 @@ import pytest
 from server_fakes import write_model
 
 from limelight.config import EngineConfig, ServerConfig
-from limelight.server.startup import address, example, listen, load_texts, sampling_defaults
+from limelight.server.startup import (
+    MOST_FILES,
+    address,
+    allow_connections,
+    example,
+    listen,
+    load_texts,
+    sampling_defaults,
+)
 from limelight.text import answer_form
 
 
@@ -143,6 +152,19 @@ def test_an_open_host_without_a_key_is_warned_of(tmp_path, caplog):
     caplog.clear()
     load_texts(EngineConfig(model=str(tmp_path)), ServerConfig(host="0.0.0.0", api_key=["k"]))
     assert "no --api-key" not in caplog.text
+
+
+def test_a_low_limit_on_open_files_is_raised_and_a_high_one_kept():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    try:
+        for _ in range(2):
+            allow_connections()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(soft, most), hard)
+            soft = 256
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def test_the_address_is_one_that_can_be_visited():
