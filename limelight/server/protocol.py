@@ -81,7 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.num_other += len(data) - (self.num_body - num_body) * (1 + FRAME_BYTES)
         if self.num_other <= MAX_HEAD:
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             self.send_400_response("The request line and headers are too large.")
         else:
             self.transport.close()

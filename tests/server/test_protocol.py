@@ -37,6 +37,17 @@ def test_an_endless_head_ends_its_connection(live, where):
     assert server.get("/health").status_code == 200
 
 
+def test_a_header_that_is_too_long_is_a_400_also_where_the_whole_request_came_at_once(live):
+    server = live()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nX: "
+    head += b"a" * 70_000 + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(head + BODY)
+        received = connection.recv(1000)
+    assert received.startswith(b"HTTP/1.1 400") and b"too large" in received
+    assert server.engine.requests == [] and server.get("/health").status_code == 200
+
+
 def test_a_long_head_and_many_small_chunks_are_fine(live):
     server = live()
     body = json.dumps({"prompt": "a", "user": "u" * 30_000}).encode()
