@@ -320,6 +320,8 @@ class ServerConfig:
         )  # fmt: skip
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535; got {self.port}")
+        if "" in (self.served_model_name or ()):
+            raise ValueError("a served_model_name is empty")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
         if self.ray and self.enable_rl:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, fields
+from fractions import Fraction
 from functools import partial
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,9 +22,16 @@ T = TypeVar("T")
 # vLLM's flags without a meaning here: (number of values, why).
 IGNORED: dict[str, tuple[int | str, str]] = {
     "--all2all-backend": (1, "--moe-backend says how rows reach experts"),
+    "--allowed-headers": ("+", "every header is allowed"),
+    "--allowed-methods": ("+", "GET and POST are what there is to allow"),
+    "--api-server-count": (1, "one process serves HTTP"),
     "--attention-backend": (1, "the engine chooses its own kernels"),
+    "--chat-template-content-format": (1, "templates get the parts of a message as one text"),
     "--compilation-config": (1, "nothing is compiled while serving"),
+    "--cuda-graph-sizes": ("+", "the engine chooses its own sizes"),
     "--cudagraph-capture-sizes": ("+", "the engine chooses its own sizes"),
+    "--disable-access-log-for-endpoints": (1, "probes and readings of /metrics are never logged"),
+    "--disable-cascade-attn": (0, "the engine chooses its own kernels"),
     "--disable-custom-all-reduce": (0, "there is no other all-reduce to choose"),
     "--disable-fastapi-docs": (0, "there are no such pages"),
     "--disable-log-requests": (0, "the texts of requests are never logged"),
@@ -31,17 +39,32 @@ IGNORED: dict[str, tuple[int | str, str]] = {
     "--disable-uvicorn-access-log": (0, "the log is the same for all requests"),
     "--distributed-executor-backend": (1, "one process runs the model"),
     "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
+    "--enable-log-deltas": (0, "the texts of answers are never logged"),
+    "--enable-log-outputs": (0, "the texts of answers are never logged"),
     "--enable-log-requests": (0, "the texts of requests are never logged"),
     "--enable-mixed-moe-lora-format": (0, "every layout of an adapter file is read"),
-    "--fully-sharded-loras": (0, "adapters are divided as the weights beside them are"),
     "--enable-scale-out": (0, "the routes that it enables are always there"),
+    "--enable-server-load-tracking": (0, "/load always tells it"),
     "--enable-sleep-mode": (0, "with --enable-rl the engine can always be put to sleep"),
+    "--fully-sharded-loras": (0, "adapters are divided as the weights beside them are"),
+    "--guided-decoding-backend": (1, "xgrammar holds answers to their form"),
+    "--h11-max-header-count": (1, "heads of requests may have 64 KiB"),
+    "--h11-max-incomplete-event-size": (1, "heads of requests may have 64 KiB"),
+    "--language-model-only": (0, "there are no other parts of a model"),
+    "--limit-mm-per-prompt": (1, "there are no images, audio or video"),
     "--linear-backend": (1, "the engine chooses its own kernels"),
+    "--max-cudagraph-capture-size": (1, "the engine chooses its own sizes"),
+    "--max-log-len": (1, "the texts of requests are never logged"),
     "--max-parallel-loading-workers": (1, "tensors are loaded one at a time, in place"),
+    "--max-seq-len-to-capture": (1, "graphs are for all lengths"),
+    "--model-loader-extra-config": (1, "tensors are loaded one at a time, in place"),
+    "--optimization-level": (1, "nothing is compiled while serving"),
+    "--prefix-caching-hash-algo": (1, "hashes are keyed BLAKE2"),
     "--safetensors-load-strategy": (1, "tensors are loaded one at a time, in place"),
     "--swap-space": (1, "preempted requests are computed again, not swapped"),
     "--tokenizer-mode": (1, "there is one kind of tokenizer"),
     "--trust-remote-code": (0, "code in a checkpoint is never run"),
+    "--use-tqdm-on-load": (0, "progress is shown where there is a terminal"),
     "--uvicorn-log-level": (1, "the log is the same for all requests"),
 }
 
@@ -65,14 +88,34 @@ BACKEND_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # vLLM's flags of features that are still to come, and values of flags that we have.
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
+    "--allow-credentials": (),
+    "--config": (),
     "--cpu-offload-gb": (),
+    "--data-parallel-address": (),
+    "--data-parallel-rank": (),
+    "--data-parallel-size-local": (),
     "--download-dir": (),
     "--enable-eplb": (),
+    "--enable-per-request-metrics": (),
+    "--headless": (),
+    "--kv-events-config": (),
     "--kv-transfer-config": (),
+    "--log-config-file": (),
+    "--logits-processors": (),
+    "--long-prefill-token-threshold": (),
+    "--max-num-partial-prefills": (),
+    "--middleware": (),
+    "--num-gpu-blocks-override": (),
+    "--otlp-traces-endpoint": (),
     "--pipeline-parallel-size": ("-pp",),
+    "--return-tokens-as-token-ids": (),
     "--root-path": (),
     "--ssl-certfile": (),
     "--ssl-keyfile": (),
+    "--tokenizer-revision": (),
+    "--tool-parser-plugin": (),
+    "--trust-request-chat-template": (),
+    "--uds": (),
 }
 UNSUPPORTED_VALUES: dict[str, tuple[str, ...]] = {
     "dtype": ("half", "float16"),
@@ -100,6 +143,10 @@ FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
         "flashinfer_trtllm", "humming", "marlin", "triton", "triton_unfused",
     ),
 }  # fmt: skip
+# Behind a number, as vLLM has them.
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+WHOLE = re.compile(r"(-?\d+)([KMGT]?)|(-?\d+(?:\.\d+)?)([kmgt])")
 SWITCHED = {"1": True, "true": True, "0": False, "false": False}
 FLAG = re.compile(r"(--[a-zA-Z][\w-]*)((?:\.\w[\w-]*)*)(=.*)?", re.DOTALL)
 
@@ -136,7 +183,7 @@ def _form(name: str, hint: object) -> dict[str, object]:
         return {"nargs": "+", "type": get_args(hint)[0], "metavar": metavar}
     if get_origin(hint) is dict:
         return {"type": json_object, "action": "append", "metavar": "JSON"}
-    return {"type": hint, "metavar": metavar}
+    return {"type": whole if hint is int else hint, "metavar": metavar}
 
 
 def _choice(name: str, options: tuple[str, ...]):
@@ -158,6 +205,17 @@ def json_object(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
     return value
+
+
+def whole(text: str) -> int:
+    """`text` as a whole number, also with one of `UNITS`: 25.6k is 25,600, and 8K is 8,192."""
+    found = WHOLE.fullmatch(text)
+    value = found and Fraction(found[1] or found[3]) * UNITS[found[2] or found[4] or ""]
+    if value is None or value.denominator != 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, also as 8k (thousands) or 8K (of 1,024), got {text!r:.50}"
+        )
+    return int(value)
 
 
 def positive(text: str) -> int:

@@ -92,6 +92,14 @@ def test_a_switch_can_be_turned_on_and_off():
     assert not engine("--no_enable_prefix_caching").enable_prefix_caching
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("8192", 8192), ("8K", 8192), ("8k", 8000), ("25.6k", 25_600)]
+)
+def test_a_number_may_have_a_unit(text, number):
+    assert engine("--max-model-len", text).max_model_len == number
+    assert engine("--kv-cache-memory-bytes=2G").kv_cache_memory_bytes == 2**31
+
+
 def test_a_list_takes_several_values_or_one_json_list():
     assert server("--served-model-name", "a", "b").served_model_name == ["a", "b"]
     assert server("--allowed-origins", '["http://x", "http://y"]').allowed_origins == [
@@ -137,6 +145,10 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys):
         (["serve", "--port", "http"], "--port"),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "70000"], "port must be at most 65535"),
+        (["serve", "--max-model-len", "25.6K"], "a whole number, also as 8k (thousands)"),
+        (["serve", "--max-model-len", "1.0005k"], "got '1.0005k'"),
+        (["serve", "--max-model-len", "k"], "got 'k'"),
+        (["serve", "--served-model-name", ""], "a served_model_name is empty"),
         (["serve", "--device", "tpu"], "choose from auto, cpu, cuda"),
         (["serve", "--default-chat-template-kwargs", "{"], "not valid JSON"),
         (["serve", "--default-chat-template-kwargs", "[1]"], "expected a JSON object"),
