@@ -272,6 +272,9 @@ class ServerConfig:
     generation_config: str = setting(
         "auto", "auto: sampling defaults of the model; vllm: neutral ones"
     )
+    override_generation_config: dict[str, object] | None = setting(
+        None, "JSON object of sampling defaults that go before those"
+    )
     reasoning_parser: Literal["glm47", "beam"] | None = setting(
         None, "format of the reasoning in answers of chat; default: all text is content"
     )

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MOST_FILES = 65_536
+OVERRIDE = "--override-generation-config"
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -91,13 +92,30 @@ def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
         logger.warning("the model has no tokenizer.json: prompts and answers are token ids")
     override = Path(server.chat_template) if server.chat_template else None
     template = ChatTemplate.load(folder, override=override)
-    defaults = sampling_defaults(engine, server.generation_config)
+    defaults = sampling_defaults(
+        engine, server.generation_config, server.override_generation_config or {}
+    )
     form = find_answer_form(server, folder, tokenizer, template)
     return Texts(tokenizer, template, defaults, form)
 
 
-def sampling_defaults(engine: EngineConfig, choice: str) -> dict[str, float | int]:
-    """Sampling in generation_config.json; `choice` is auto, vllm (neutral) or another model."""
+def sampling_defaults(
+    engine: EngineConfig, choice: str, override: dict[str, object]
+) -> dict[str, float | int]:
+    """Sampling in generation_config.json, but for what `override` says.
+
+    `choice` is auto, vllm (neutral) or another model.
+    """
+    for name in override:
+        if name not in DEFAULTS:
+            raise ValueError(f"{OVERRIDE} has no key {name!r}; it has {', '.join(DEFAULTS)}")
+    values = _stated_defaults(engine, choice) | _checked(override, OVERRIDE)
+    if values:
+        logger.info("sampling defaults: %s", json.dumps(values))
+    return values
+
+
+def _stated_defaults(engine: EngineConfig, choice: str) -> dict[str, float | int]:
     if choice == "vllm":
         return {}
     source = (engine.hf_config_path or engine.model) if choice == "auto" else choice
@@ -106,21 +124,23 @@ def sampling_defaults(engine: EngineConfig, choice: str) -> dict[str, float | in
     path = folder / "generation_config.json"
     if choice == "auto" and not path.is_file():
         return {}
-    stated = read_json(path)
+    return _checked(read_json(path), str(path))
+
+
+def _checked(stated: dict[str, object], where: str) -> dict[str, float | int]:
+    """What is said of `DEFAULTS`; `ValueError` for what no request could have."""
     values: dict[str, float | int] = {}
     for name in DEFAULTS:
         value = stated.get(name)
         if isinstance(value, (int, float)):
             values[name] = value
         elif value is not None:
-            raise ValueError(f"{path}: {name} must be a number, found {value!r}")
+            raise ValueError(f"{where}: {name} must be a number, found {value!r}")
     try:
         make: Callable[..., SamplingParams] = SamplingParams
         make(**values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if values:
-        logger.info("sampling defaults of the model: %s", json.dumps(values))
+        raise ValueError(f"{where}: {error}") from error
     return values
 
 

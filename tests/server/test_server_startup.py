@@ -28,20 +28,38 @@ def write_defaults(folder: Path, **values: object) -> EngineConfig:
 
 def test_the_model_s_sampling_defaults_are_read(tmp_path):
     engine = write_defaults(tmp_path, temperature=0.7, top_k=20, eos_token_id=3, top_p=None)
-    assert sampling_defaults(engine, "auto") == {"temperature": 0.7, "top_k": 20}
-    assert sampling_defaults(engine, "vllm") == {}
-    assert sampling_defaults(EngineConfig(), str(tmp_path)) == {"temperature": 0.7, "top_k": 20}
+    read = {"temperature": 0.7, "top_k": 20}
+    assert sampling_defaults(engine, "auto", {}) == read
+    assert sampling_defaults(engine, "vllm", {}) == {}
+    assert sampling_defaults(EngineConfig(), str(tmp_path), {}) == read
+
+
+def test_sampling_defaults_of_the_command_line_go_before_the_model_s(tmp_path):
+    engine = write_defaults(tmp_path, temperature=0.7, top_k=20)
+    override: dict[str, object] = {"temperature": 0.5, "min_p": 0.1}
+    assert sampling_defaults(engine, "auto", override) == {"top_k": 20, **override}
+    assert sampling_defaults(engine, "vllm", override) == override
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [({"temprature": 1}, "no key 'temprature'; it has temperature"), ({"top_p": 2}, "top_p must")],
+    ids=str,
+)
+def test_impossible_defaults_of_the_command_line_name_the_flag(tmp_path, override, words):
+    with pytest.raises(ValueError, match=f"--override-generation-config.*{words}"):
+        sampling_defaults(EngineConfig(), "auto", override)
 
 
 def test_a_model_without_defaults_is_neutral(tmp_path):
-    assert sampling_defaults(EngineConfig(model=str(tmp_path)), "auto") == {}
+    assert sampling_defaults(EngineConfig(model=str(tmp_path)), "auto", {}) == {}
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", 9), ("top_p", "high"), ("top_k", 1.5)])
 def test_impossible_defaults_name_the_file(tmp_path, name, value):
     engine = write_defaults(tmp_path, **{name: value})
     with pytest.raises(ValueError, match=rf"generation_config.json: {name}"):
-        sampling_defaults(engine, "auto")
+        sampling_defaults(engine, "auto", {})
 
 
 def test_a_model_without_a_tokenizer_is_served_by_ids(tmp_path):
