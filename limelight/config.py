@@ -24,6 +24,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "disable_additional_properties": (False,),
     "enable_in_reasoning": (False,),
 }
+LONGEST_SILENCE = 86_400.0  # seconds
 PARSERS = ("glm47", "beam")
 MoeBackend = Literal["auto", "allgather_reducescatter", "all2all", "all2all_pipelined"]
 REASONING_MARKS = ("reasoning_start_str", "reasoning_end_str")
@@ -307,6 +308,9 @@ class ServerConfig:
         False, "tell a call that was cut short as the content's last text, as the model wrote it"
     )
     stream_interval: int = setting(1, "tokens that a stream collects for a chunk after the first")
+    sse_keep_alive_interval: float = setting(
+        0.0, "seconds without news after which a stream sends a comment, for proxies; 0: never"
+    )
     reasoning_content: bool = setting(
         True, "tell reasoning under its old name reasoning_content too"
     )
@@ -327,6 +331,10 @@ class ServerConfig:
             raise ValueError("a served_model_name is empty")
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must not be negative; got {self.shutdown_timeout}")
+        if not 0 <= (seconds := self.sse_keep_alive_interval) <= LONGEST_SILENCE:
+            raise ValueError(
+                f"sse_keep_alive_interval must be from 0 to {LONGEST_SILENCE}; got {seconds}"
+            )
         if self.ray and self.enable_rl:
             raise ValueError("--enable-rl is not supported with --ray; -dp N is")
         if not self.ray and (self.replicas > 1 or self.max_replicas is not None):

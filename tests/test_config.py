@@ -23,6 +23,9 @@ WRONG = [
     (ServerConfig, "max_logprobs", -2),
     (ServerConfig, "shutdown_timeout", -0.1),
     (ServerConfig, "stream_interval", 0),
+    (ServerConfig, "sse_keep_alive_interval", -1.0),
+    (ServerConfig, "sse_keep_alive_interval", float("nan")),
+    (ServerConfig, "served_model_name", [""]),
     (ServerConfig, "tool_strict_level", "none"),
 ]
 

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 # Probes and scrapers carry no key, dashboards for vLLM read /metrics without one, and the page at /
 # asks its reader for the key.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/ping", "/version", "/load", "/metrics", "/openapi.json"}
+)
 # Makes an error one that another API tells.
 Shape = Callable[[Refused], Refused]
 CLIENT_GONE = 499  # as nginx logs it; never sent

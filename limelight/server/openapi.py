@@ -67,6 +67,7 @@ READS = {
     "/ready": "application/json",
     "/ping": None,
     "/version": "application/json",
+    "/load": "application/json",
     "/metrics": "text/plain",
     "/openapi.json": "application/json",
 }

@@ -1,5 +1,6 @@
-"""Streams that tell several tokens in one chunk."""
+"""When a stream tells its news: several tokens in one chunk, and that it is still there."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
@@ -24,6 +25,27 @@ async def paced(
             continue
         begun.add(index)
         yield index, delta
+
+
+async def with_silences(
+    deltas: AsyncGenerator[tuple[int, Delta], None], seconds: float
+) -> AsyncGenerator[tuple[int, Delta] | None, None]:
+    """The same news, and None whenever `seconds` have brought none."""
+    upcoming = asyncio.ensure_future(anext(deltas, None))
+    try:
+        while True:
+            await asyncio.wait((upcoming,), timeout=seconds)
+            if not upcoming.done():
+                yield None
+            elif (news := upcoming.result()) is None:
+                return
+            else:
+                upcoming = asyncio.ensure_future(anext(deltas, None))
+                yield news
+    finally:
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)
+        await deltas.aclose()
 
 
 def _joined(first: Delta, then: Delta) -> Delta:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
@@ -27,7 +27,7 @@ from limelight.server.http import Call, refusal, send_json, start
 from limelight.server.lifecycle import Lifecycle
 from limelight.server.messages import Conversation, ConversationFields, read_conversation
 from limelight.server.openai import Question, Reader
-from limelight.server.pacing import paced
+from limelight.server.pacing import paced, with_silences
 from limelight.server.parsing import Handler
 from limelight.server.preparing import prepare
 from limelight.server.prompts import Prompt, Prompts
@@ -43,10 +43,14 @@ T = TypeVar("T")
 # Makes what tells the answer to a question with these prompts.
 MakeTeller = Callable[[Question, list[Prompt]], Teller]
 
+# News of a choice, by its index, or none for too long.
+Stream = AsyncGenerator[tuple[int, Delta] | None, None]
+
 # Bodies up to this size have threads of their own, so that the large ones, which take a second a
 # megabyte, hold up only each other.
 QUICK_BODY = 2**17
 NUM_THREADS = 2
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 # A proxy that buffers would hold the stream back.
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -223,8 +227,11 @@ class Service:
                         await _send_whole(teller, deltas, send)
                         return
                     interval = question.shared.stream_interval or self.config.stream_interval
-                    async with aclosing(paced(deltas, interval)) as chunks:
-                        await _send_stream(teller, chunks, send)
+                    chunks = paced(deltas, interval)
+                    seconds = self.config.sse_keep_alive_interval
+                    stream: Stream = with_silences(chunks, seconds) if seconds else chunks
+                    async with aclosing(stream):
+                        await _send_stream(teller, stream, send)
 
     def _openai_teller(self, question: Question, prompts: list[Prompt]) -> Teller:
         return Answer(
@@ -256,12 +263,12 @@ async def _send_whole(teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], 
     await send_json(send, teller.whole())
 
 
-async def _send_stream(teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
-    """Stream the answer; what goes wrong before its first event is raised, later it is an event."""
+async def _send_stream(teller: Teller, stream: Stream, send: Send):
+    """Stream the answer; what goes wrong before its first bytes is raised, later it is an event."""
     started = False
     try:
-        async for index, delta in deltas:
-            chunks = b"".join(teller.chunks(index, delta))
+        async for news in stream:
+            chunks = KEEP_ALIVE if news is None else b"".join(teller.chunks(*news))
             if chunks and not started:
                 started = True
                 await start(send, 200, STREAM_HEADERS)

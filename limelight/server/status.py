@@ -29,6 +29,7 @@ class StatusRoutes:
             Route("/ready", self.ready),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
+            Route("/load", self.load),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
         ]
@@ -46,6 +47,9 @@ class StatusRoutes:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        return JSONResponse({"server_load": self.service.lifecycle.num_open})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.render(), media_type=CONTENT_TYPE)

@@ -198,6 +198,36 @@ def start_streams(server, engine, threads, count: int = 3):
     return streams
 
 
+def test_a_silent_stream_sends_comments_that_clients_skip(live):
+    engine = FakeEngine(lambda request: ids("ab"), slow=0.3)
+    server = live(engine, sse_keep_alive_interval=0.1)
+    body = {"messages": MESSAGES, "stream": True}
+    text = server.post(CHAT, json=body).text
+    assert text.startswith(": keep-alive\n\n") and text.count(": keep-alive\n\n") >= 6
+    assert text.endswith("data: [DONE]\n\n")
+    stream = client_of(server).chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, n=2, temperature=1
+    )
+    said = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert sorted("".join(said)) == ["a", "a", "b", "b"]
+    engine.refused = "no token is left"
+    assert "no token is left" in server.post(CHAT, json=body).text
+    assert server.post(CHAT, json=body | {"n": 0}).status_code == 400
+
+
+def test_a_client_that_leaves_a_silent_stream_ends_its_request(live):
+    engine = FakeEngine(hold=True)
+    server = live(engine, sse_keep_alive_interval=0.05)
+    with httpx.stream(
+        "POST", server.url + CHAT, json={"messages": MESSAGES, "stream": True}
+    ) as got:
+        texts = got.iter_text()
+        assert next(texts) == ": keep-alive\n\n"
+        assert server.get("/load").json() == {"server_load": 1}
+    wait_until(lambda: engine.aborted)
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0})
+
+
 def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(live):
     engine = FakeEngine(lambda request: ids("x" * 40), slow=0.02)
     server = live(engine, shutdown_timeout=20)
