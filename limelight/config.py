@@ -316,6 +316,9 @@ class ServerConfig:
     )
     enable_prompt_tokens_details: bool = setting(True, "report cached prompt tokens in usage")
     enable_force_include_usage: bool = setting(False, "send usage at the end of every stream")
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, "show the tokenizer's settings and the chat template at /tokenizer_info"
+    )
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id")
 
     def __post_init__(self):

@@ -20,7 +20,9 @@ class StatusRoutes:
 
     def routes(self) -> list[Route]:
         """All of them."""
+        shown = self.service.config.enable_tokenizer_info_endpoint
         return [
+            *([Route("/tokenizer_info", self.tokenizer_info)] if shown else []),
             Route("/finish_session", self.finish_session, methods=["POST"]),
             Route("/v1/models", self.models),
             # A name may have slashes.
@@ -50,6 +52,13 @@ class StatusRoutes:
 
     async def load(self, request: Request) -> Response:
         return JSONResponse({"server_load": self.service.lifecycle.num_open})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        prompts = self.service.prompts
+        config = {} if prompts.tokenizer is None else dict(prompts.tokenizer.config)
+        if prompts.template is not None:
+            config["chat_template"] = prompts.template.sources["default"]
+        return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.render(), media_type=CONTENT_TYPE)

@@ -82,7 +82,10 @@ def _read_spelling(backend: tokenizers.Tokenizer, path: Path) -> Spelling:
 
 
 class Tokenizer:
-    """The vocabulary of a model: `vocab_size` is its highest id + 1, holes included."""
+    """The vocabulary of a model: `vocab_size` is its highest id + 1, holes included.
+
+    `config` is tokenizer_config.json, empty where there is none.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,9 @@ class Tokenizer:
         bos_token: str | None,
         eos_token: str | None,
         eos_token_ids: list[int],
+        config: dict[str, object],
     ):
+        self.config = config
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.eos_token_ids = eos_token_ids
@@ -127,6 +132,7 @@ class Tokenizer:
             bos_token=names.get("bos_token"),
             eos_token=names.get("eos_token"),
             eos_token_ids=_eos_token_ids(folder, backend, names.get("eos_token")),
+            config=config,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

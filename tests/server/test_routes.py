@@ -160,6 +160,17 @@ def test_a_preflight_needs_no_key_and_only_listed_origins_pass(make_api):
     assert "access-control-allow-origin" not in preflight(api, "https://evil.example").headers
 
 
+def test_the_tokenizer_is_told_where_that_is_allowed(make_api, template):
+    assert make_api().get("/tokenizer_info").status_code == 404
+    told = make_api(enable_tokenizer_info_endpoint=True).get("/tokenizer_info").json()
+    assert told["eos_token"] == "<|end|>" and told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert told["chat_template"] == template.sources["default"]
+    bare = make_api(enable_tokenizer_info_endpoint=True, texts=False, api_key=["a"])
+    assert bare.get("/tokenizer_info").status_code == 401
+    headers = {"authorization": "Bearer a"}
+    assert "chat_template" not in bare.get("/tokenizer_info", headers=headers).json()
+
+
 def test_streams_and_errors_carry_the_allowing_header(make_api):
     api = make_api(allowed_origins=[ORIGIN])
     closed = make_api(allowed_origins=[ORIGIN], api_key=["alpha"])
