@@ -6,7 +6,7 @@ The server and `LLM` share it; it knows nothing of HTTP, of processes or of tens
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from limelight.engine.reading import ParsedReader, PlainReader, Reading, Veil
 from limelight.stats import ModelInfo
@@ -37,11 +37,14 @@ def make_requests(
     cache_salt: str = "",
     constraint: Constraint | None = None,
     reasoning: Reasoning | None = None,
+    each_tells_prompt: bool = False,
 ) -> list[Request]:
     """The `params.n` sequences of one question, ready for the engine.
 
     Their ids are `request_id`, or `request_id`-0 and so on. The answer is cut to the room that the
-    prompt leaves; choice i has the seed `params.seed` + i. Raises `RequestError`.
+    prompt leaves; choice i has the seed `params.seed` + i. Only the first is asked for the prompt's
+    log-probabilities, unless `each_tells_prompt`: whoever is has to compute it anew. Raises
+    `RequestError`.
     """
     max_tokens = _resolve_max_tokens(len(prompt_token_ids), params, info)
     _check_ids("prompt", prompt_token_ids, info)
@@ -54,11 +57,12 @@ def make_requests(
     _check_routed_start(params.routed_experts_prompt_start, len(prompt_token_ids), info)
     bad_words = _bad_word_ids(params.bad_words or [], tokenizer, info)
     arrival = time.monotonic()
+    rest = params if each_tells_prompt else replace(params, prompt_logprobs=None)
     return [
         Request(
             id=request_id if params.n == 1 else f"{request_id}-{index}",
             prompt_token_ids=prompt_token_ids,
-            params=params,
+            params=rest if index else params,
             max_tokens=max_tokens,
             seed=_seed(params, index),
             bad_words=bad_words,

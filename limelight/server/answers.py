@@ -304,6 +304,9 @@ class Answer:
         """The answer once all choices have ended."""
         content = self._envelope(chunk=False)
         choices = [together(pieces) for pieces in self.pieces]
+        for index, choice in enumerate(choices):
+            # The first of a prompt's choices tells it for all.
+            choice.prompt_logprobs = choices[index - index % self.question.params.n].prompt_logprobs
         content["choices"] = [self._choice(*numbered) for numbered in enumerate(choices)]
         content["usage"] = self.usage()
         content["service_tier"] = content["system_fingerprint"] = None

@@ -50,6 +50,7 @@ def prepare(
                 f"{unique}-{index}", prompt.token_ids, question.params,
                 info=info, tokenizer=prompts.tokenizer,
                 priority=question.shared.priority, cache_salt=question.shared.cache_salt or "",
+                each_tells_prompt=question.echo,
             )  # fmt: skip
             # A prompt is looked at once, however many answers it gets.
             handling = handler.handle(question, demand, prompt)

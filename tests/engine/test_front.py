@@ -59,6 +59,16 @@ def test_a_request_carries_what_it_was_given():
     assert before <= request.arrival <= time.monotonic()
 
 
+def test_one_choice_is_asked_for_the_prompts_logprobs_and_each_only_where_each_tells_them():
+    def asked(**how):
+        params = SamplingParams(n=3, max_tokens=4, temperature=1.0, prompt_logprobs=2)
+        made = make_requests("r", [5], params, info=info(), tokenizer=None, **how)
+        return [request.params.prompt_logprobs for request in made]
+
+    assert asked() == [2, None, None]
+    assert asked(each_tells_prompt=True) == [2, 2, 2]
+
+
 def test_each_choice_has_the_next_seed():
     assert [request.seed for request in make(n=3, seed=7)] == [7, 8, 9]
     assert [request.seed for request in make(n=2, seed=2**63 - 1)] == [2**63 - 1, -(2**63)]

@@ -95,6 +95,17 @@ def test_max_tokens_0_needs_something_to_tell(api):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
 
 
+def test_each_choice_has_the_logprobs_of_its_prompt_which_are_computed_once(make_api):
+    engine = FakeEngine()
+    answer = make_api(engine).complete(["ab", "cd"], prompt_logprobs=0, n=2, temperature=1)
+    keys = [[*choice["prompt_logprobs"][1]] for choice in answer.json()["choices"]]
+    assert keys == [["98"], ["98"], ["100"], ["100"]]
+    asked = [request.params.prompt_logprobs for request in engine.requests]
+    assert sorted(asked, key=str) == [0, 0, None, None]
+    echoed = make_api().complete("ab", echo=True, logprobs=1, n=2, temperature=1).json()["choices"]
+    assert [choice["logprobs"]["tokens"][:2] for choice in echoed] == [["a", "b"]] * 2
+
+
 def test_prompt_logprobs_are_by_token_id_and_start_with_null(api):
     first, second = api.complete("ab", prompt_logprobs=2).json()["choices"][0]["prompt_logprobs"]
     assert first is None
