@@ -46,8 +46,8 @@ MakeTeller = Callable[[Question, list[Prompt]], Teller]
 # News of a choice, by its index, or none for too long.
 Stream = AsyncGenerator[tuple[int, Delta] | None, None]
 
-# Bodies up to this size have threads of their own, so that the large ones, which take a second a
-# megabyte, hold up only each other.
+# Bodies up to this size have threads of their own, so that the large ones, which take half a second
+# a megabyte, hold up only each other.
 QUICK_BODY = 2**17
 NUM_THREADS = 2
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 from hypothesis import assume, given, settings
@@ -95,6 +96,22 @@ def test_special_tokens_are_added_on_request_alone(folder):
 def test_half_a_surrogate_pair_is_refused(tokenizer, text):
     with pytest.raises(RequestError, match="not valid Unicode.*character"):
         tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer):
+    beats, done = 0, threading.Event()
+
+    def beat():
+        nonlocal beats
+        while not done.wait(0.001):
+            beats += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    tokenizer.encode("word " * 50_000, add_special_tokens=False)
+    done.set()
+    thread.join()
+    assert beats > 5
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "\0", "\U0001f600", "<|end|>"], ids=ascii)
