@@ -47,7 +47,7 @@ MakeTeller = Callable[[Question, list[Prompt]], Teller]
 Stream = AsyncGenerator[tuple[int, Delta] | None, None]
 
 # Bodies up to this size have threads of their own, so that the large ones, which take half a second
-# a megabyte, hold up only each other.
+# a megabyte to be tokenized, hold up only each other.
 QUICK_BODY = 2**17
 NUM_THREADS = 2
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
@@ -96,11 +96,11 @@ class Service:
 
     async def chat(self, call: Call, send: Send):
         """/v1/chat/completions"""
-        await self.ask(self.reader.chat(call.body, call.id), call, send)
+        await self.ask(await self._read(call, self.reader.chat), call, send)
 
     async def completion(self, call: Call, send: Send):
         """/v1/completions"""
-        await self.ask(self.reader.completion(call.body, call.id), call, send)
+        await self.ask(await self._read(call, self.reader.completion), call, send)
 
     async def generate(self, call: Call, send: Send):
         """/inference/v1/generate"""
@@ -115,7 +115,7 @@ class Service:
 
     async def render(self, call: Call, send: Send):
         """/v1/chat/completions/render: the prompt of a chat, as `generate` takes it."""
-        question = self.reader.chat(call.body, call.id)
+        question = await self._read(call, self.reader.chat)
         [prompt] = await self._in_thread(
             len(call.body), self.prompts.read, question.source,
             add_special_tokens=question.add_special_tokens,
@@ -131,7 +131,7 @@ class Service:
 
     async def response(self, call: Call, send: Send):
         """/v1/responses"""
-        question, fields = read_response(self.reader, call.body, call.id)
+        question, fields = await self._read(call, partial(read_response, self.reader))
 
         def tell(question: Question, prompts: list[Prompt]) -> Teller:
             return ResponseAnswer(
@@ -144,7 +144,7 @@ class Service:
 
     async def message(self, call: Call, send: Send):
         """/v1/messages"""
-        question = read_message(self.reader, call.body, call.id)
+        question = await self._read(call, partial(read_message, self.reader))
 
         def tell(question: Question, prompts: list[Prompt]) -> Teller:
             return MessageAnswer(
@@ -157,7 +157,7 @@ class Service:
 
     async def count_tokens(self, call: Call, send: Send):
         """/v1/messages/count_tokens"""
-        question = read_message(self.reader, call.body, call.id, counts=True)
+        question = await self._read(call, partial(read_message, self.reader, counts=True))
         [prompt] = await self._in_thread(
             len(call.body), self.prompts.read, question.source, add_special_tokens=False
         )
@@ -247,6 +247,12 @@ class Service:
             return ()
         both = self.config.reasoning_content
         return ("reasoning", "reasoning_content") if both else ("reasoning",)
+
+    async def _read(self, call: Call, read: Callable[[bytes, str], T]) -> T:
+        """What a body says; of one that is not quick to read, in a thread."""
+        if len(call.body) <= QUICK_BODY:
+            return read(call.body, call.id)
+        return await self._in_thread(len(call.body), read, call.body, call.id)
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

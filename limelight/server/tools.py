@@ -1,5 +1,6 @@
 """The tools of a chat: which of them the model sees, and which its answer may or must call."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from limelight.config import ServerConfig
@@ -36,13 +37,13 @@ class Tools:
 
 def read_tools(given: list[Tool] | None, choice: str | Tool | None, config: ServerConfig) -> Tools:
     """The tools and the choice among them of a chat body; `RequestError` says what is wrong."""
-    names = _names(given or [])
+    tools = _by_name(given or [])
     if not given:
         if choice not in (None, "none"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return Tools()
-    choice, allowed = _choice(choice, names)
-    callable = [tool for tool, name in zip(given, names, strict=True) if name in allowed]
+    choice, allowed = _choice(choice, tools)
+    callable = [tool for name, tool in tools.items() if name in allowed]
     if choice == "none":
         return Tools(None if config.exclude_tools_when_tool_choice_none else given, None, "none")
     if config.reads_calls:
@@ -56,8 +57,8 @@ def read_tools(given: list[Tool] | None, choice: str | Tool | None, config: Serv
     return Tools(given, None)
 
 
-def _names(tools: list[Tool]) -> list[str]:
-    names: list[str] = []
+def _by_name(tools: list[Tool]) -> dict[str, Tool]:
+    named: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         where, function = f"tools[{index}]", tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
@@ -65,31 +66,33 @@ def _names(tools: list[Tool]) -> list[str]:
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name:
             raise RequestError(f"{where}.function needs a name", param="tools")
-        if name in names:
+        if name in named:
             raise RequestError(f"{where}: there are two tools {name[:100]!r}", param="tools")
         if not isinstance(parameters, dict | None):
             raise RequestError(f"{where}.function.parameters must be an object", param="tools")
         if not isinstance(function.get("strict"), bool | None):
             raise RequestError(f"{where}.function.strict must be true or false", param="tools")
-        names.append(name)
-    return names
+        named[name] = tool
+    return named
 
 
-def _choice(choice: str | Tool | None, names: list[str]) -> tuple[str | None, list[str]]:
+def _choice(
+    choice: str | Tool | None, names: Collection[str]
+) -> tuple[str | None, Collection[str]]:
     """The choice by its name, and the names of the tools that it leaves."""
     if choice is None or choice in CHOICES:
         assert not isinstance(choice, dict)
         return choice, names
     match choice:
         case {"type": "function", "function": {"name": str(name)}}:
-            return "named", [_known(name, names)]
+            return "named", {_known(name, names)}
         case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}:
             if mode not in ("auto", "required") or not tools:
                 raise RequestError(
                     "tool_choice.allowed_tools needs tools and a mode, auto or required",
                     param="tool_choice",
                 )
-            return mode, [_known(_function_name(tool), names) for tool in tools]
+            return mode, {_known(_function_name(tool), names) for tool in tools}
     raise RequestError(
         f"tool_choice must be one of {', '.join(CHOICES)}, or "
         '{"type": "function", "function": {"name": ...}}',
@@ -106,7 +109,7 @@ def _function_name(tool: object) -> str:
     )
 
 
-def _known(name: str, names: list[str]) -> str:
+def _known(name: str, names: Collection[str]) -> str:
     if name not in names:
         raise RequestError(
             f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice"

@@ -2,11 +2,17 @@
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from server_fakes import FakeEngine
+
+from limelight.config import ServerConfig
+from limelight.server.messages import read_conversation
+from limelight.server.service import QUICK_BODY
+from limelight.server.tools import read_tools
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -185,6 +191,30 @@ def test_a_broken_body_is_a_quick_400(api, path, body):
     answer = api.post(path, content=body, headers={"content-type": "application/json"})
     refused(answer)
     assert time.perf_counter() - began < 1
+
+
+def test_tens_of_thousands_of_tools_are_read_at_once():
+    tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(30_000)]
+    allowed = {"mode": "auto", "tools": tools}
+    start = time.monotonic()
+    read = read_tools(
+        tools, {"type": "allowed_tools", "allowed_tools": allowed},
+        ServerConfig(tool_call_parser="glm47", enable_auto_tool_choice=True),
+    )  # fmt: skip
+    assert time.monotonic() - start < 1 and read.callable == tools
+
+
+def test_a_large_body_is_read_where_it_holds_up_no_one(api, monkeypatch):
+    threads = []
+
+    def read(*fields):
+        threads.append(threading.current_thread().name)
+        return read_conversation(*fields)
+
+    monkeypatch.setattr("limelight.server.openai.read_conversation", read)
+    assert api.chat("a").status_code == 200
+    assert refused(api.chat("a" * QUICK_BODY))["code"] == "context_length_exceeded"
+    assert not threads[0].startswith("slow") and threads[1].startswith("slow")
 
 
 def test_deep_tools_that_are_still_json_do_no_harm(api):
