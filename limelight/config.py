@@ -74,6 +74,9 @@ class EngineConfig:
     )
     max_num_seqs: int = setting(64, "most sequences in one step")
     max_num_batched_tokens: int = setting(2048, "most tokens in one step; longer prompts are cut")
+    long_prefill_token_threshold: int = setting(
+        0, "most tokens of one prompt in a step, so that shorter ones get on beside it; 0: no limit"
+    )
     block_size: int = setting(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of equal beginnings")
     prefix_hash_seed: str | None = setting(
@@ -166,8 +169,8 @@ class EngineConfig:
                 )
         check_at_least(
             self, max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, block_size=1,
-            kv_cache_memory_bytes=1, tensor_parallel_size=1, num_redundant_experts=0,
-            max_loras=1, max_cpu_loras=1,
+            long_prefill_token_threshold=0, kv_cache_memory_bytes=1, tensor_parallel_size=1,
+            num_redundant_experts=0, max_loras=1, max_cpu_loras=1,
         )  # fmt: skip
         self._check_adapters()
         if self.batch_invariant and self.tensor_parallel_size > 2:

@@ -102,7 +102,6 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "--kv-transfer-config": (),
     "--log-config-file": (),
     "--logits-processors": (),
-    "--long-prefill-token-threshold": (),
     "--max-num-partial-prefills": (),
     "--middleware": (),
     "--num-gpu-blocks-override": (),

@@ -52,6 +52,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         num_drafts: int = 0,
         adapters: Adapters | None = None,
+        longest_chunk: int = 0,
     ):
         least, num_blocks = groups.blocks_for_length(max_model_len, 1), groups.pool.num_blocks
         if num_blocks < least:
@@ -64,6 +65,8 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.policy, self.num_drafts = max_model_len, policy, num_drafts
         self.adapters = adapters
+        # Of one prompt, so that several get on beside each other.
+        self.longest_chunk = longest_chunk or max_num_batched_tokens
         self.running: dict[int, Sequence] = {}  # by slot
         self._sequences: dict[str, Sequence] = {}  # by request, running or waiting
         self._ordered: list[Sequence] = []  # the running ones
@@ -233,7 +236,7 @@ class Scheduler:
         """Tokens that it can compute now."""
         left = sequence.num_tokens - sequence.num_computed
         if left > 0:
-            return left
+            return min(left, self.longest_chunk)
         # Its last token is still being sampled: on to the next one, if there will be one.
         made = sequence.num_computed + 1 - sequence.num_prompt
         return int(made < sequence.request.max_tokens)
@@ -298,11 +301,12 @@ class Scheduler:
                 break
             del self._waiting[passed]
             self._admit(plan, sequence, hit)
-            count = min(sequence.num_tokens - sequence.num_computed, spare, groups.room(sequence))
+            most = min(spare, groups.room(sequence))
+            count = min(self._wanted(sequence), most)
             spare -= count
             groups.grow(sequence, sequence.num_computed + count)
             self._grant(plan, sequence, count, groups.entries(sequence))
-            if sequence.num_computed + count < sequence.num_tokens:
+            if count == most and sequence.num_computed + count < sequence.num_tokens:
                 break
 
     def _has_slot(self, sequence: Sequence, *, none_left: bool) -> bool:

@@ -370,6 +370,7 @@ def _scheduler(
         _cache_groups(config, found, plan),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        longest_chunk=config.long_prefill_token_threshold,
         max_model_len=plan.max_model_len,
         policy=config.scheduling_policy,
         num_drafts=0 if found.drafter is None else found.drafter.num_drafts,

@@ -38,6 +38,7 @@ def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape,
         max_model_len=60,
         num_drafts=num_drafts,
         policy=rng.choice(["fcfs", "priority"]),
+        longest_chunk=rng.choice([0, 0, 2, 9]),
     )
     for event in range(150):
         if rng.random() < 0.3 and len(world.live) < 12:
@@ -100,6 +101,17 @@ def test_prompts_are_cut_and_every_running_sequence_keeps_decoding():
     assert grants(world.step()) == [(1, 9, 9), (0, 5, 1)]
     assert grants(world.step()) == [(1, 18, 7), (0, 6, 1)]
     world.run()
+
+
+def test_a_short_prompt_gets_on_beside_a_long_one_whose_chunks_have_a_limit():
+    world = World([FULL, SLIDING], 100, max_num_batched_tokens=16, longest_chunk=6)
+    world.add(numbers(25, seed=1), id="a", arrival=1)
+    world.add(numbers(8, seed=2), id="b", arrival=2)
+    world.add(numbers(3, seed=3), id="c", arrival=3)
+    assert grants(world.step()) == [(0, 0, 6), (1, 0, 6), (2, 0, 3)]
+    assert grants(world.step()) == [(0, 6, 6), (1, 6, 2), (2, 3, 1)]
+    world.run()
+    assert set(world.done) == {"a", "b", "c"}
 
 
 def test_a_new_slot_gets_all_live_entries_and_later_only_new_ones():
