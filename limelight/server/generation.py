@@ -17,6 +17,8 @@ from limelight.types import Output, Request, RequestError
 
 logger = logging.getLogger(__name__)
 
+BURST = 64  # sequences that are sent at once; others have their turn before the next
+
 
 class Queue:
     """How much waits: sequences from the door on until their first token, and their prompt tokens.
@@ -111,9 +113,13 @@ class Generation:
 
         Raises `EngineDead`, `Refused` for a sequence that failed, or what `fail` was given.
         """
-        tasks = [asyncio.create_task(self._follow(index)) for index in range(len(self.requests))]
-        left = len(tasks)
+        tasks: list[asyncio.Task[None]] = []
+        left = len(self.requests)
         try:
+            for index in range(left):
+                tasks.append(asyncio.create_task(self._follow(index)))
+                if index % BURST == BURST - 1:
+                    await asyncio.sleep(0)
             while left:
                 news = await self._news.get()
                 if isinstance(news, Exception):

@@ -1,11 +1,14 @@
 """What a client gets wrong: a 400 or 413 that names the field, early, and no trace in the log."""
 
+import asyncio
+import itertools
 import json
 import logging
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from server_fakes import FakeEngine
 
@@ -215,6 +218,24 @@ def test_a_large_body_is_read_where_it_holds_up_no_one(api, monkeypatch):
     assert api.chat("a").status_code == 200
     assert refused(api.chat("a" * QUICK_BODY))["code"] == "context_length_exceeded"
     assert not threads[0].startswith("slow") and threads[1].startswith("slow")
+
+
+def test_thousands_of_choices_let_others_have_their_turn(make_api):
+    engine = FakeEngine()
+    transport = httpx.ASGITransport(make_api(engine).app)
+
+    async def most_at_once() -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "a", "n": 1000, "max_tokens": 1, "temperature": 1}
+            answer = asyncio.create_task(client.post(COMPLETION, json=body))
+            counts = [0]
+            while not answer.done():
+                await asyncio.sleep(0)
+                counts.append(len(engine.requests))
+            assert (await answer).status_code == 200 and counts[-1] == 1000
+            return max(after - before for before, after in itertools.pairwise(counts))
+
+    assert asyncio.run(most_at_once()) <= 64
 
 
 def test_deep_tools_that_are_still_json_do_no_harm(api):
