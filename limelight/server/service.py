@@ -224,7 +224,7 @@ class Service:
             with self.lifecycle.running(generation):
                 async with aclosing(generation.deltas()) as deltas:
                     if not question.shared.stream:
-                        await _send_whole(teller, deltas, send)
+                        await self._send_whole(teller, deltas, send)
                         return
                     interval = question.shared.stream_interval or self.config.stream_interval
                     chunks = paced(deltas, interval)
@@ -248,6 +248,16 @@ class Service:
         both = self.config.reasoning_content
         return ("reasoning", "reasoning_content") if both else ("reasoning",)
 
+    async def _send_whole(
+        self, teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send
+    ):
+        async for index, delta in deltas:
+            if delta.prompt_logprobs is None:
+                teller.add(index, delta)
+            else:  # of a long prompt they take a second to tell
+                await self._in_thread(QUICK_BODY + 1, teller.add, index, delta)
+        await send_json(send, teller.whole())
+
     async def _read(self, call: Call, read: Callable[[bytes, str], T]) -> T:
         """What a body says; of one that is not quick to read, in a thread."""
         if len(call.body) <= QUICK_BODY:
@@ -261,12 +271,6 @@ class Service:
         threads = self.quick_threads if size <= QUICK_BODY else self.slow_threads
         call = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(threads, call)
-
-
-async def _send_whole(teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send):
-    async for index, delta in deltas:
-        teller.add(index, delta)
-    await send_json(send, teller.whole())
 
 
 async def _send_stream(teller: Teller, stream: Stream, send: Send):

@@ -1,7 +1,11 @@
 """/v1/completions: whole answers, prompts in all forms, echo and log-probabilities."""
 
+import threading
+
 import pytest
 from server_fakes import END, FakeEngine, events, ids
+
+from limelight.server.logprobs import prompt_logprobs
 
 
 def test_a_completion_has_openai_s_shape(api):
@@ -104,6 +108,18 @@ def test_each_choice_has_the_logprobs_of_its_prompt_which_are_computed_once(make
     assert sorted(asked, key=str) == [0, 0, None, None]
     echoed = make_api().complete("ab", echo=True, logprobs=1, n=2, temperature=1).json()["choices"]
     assert [choice["logprobs"]["tokens"][:2] for choice in echoed] == [["a", "b"]] * 2
+
+
+def test_a_prompts_logprobs_are_told_where_they_hold_up_no_one(api, monkeypatch):
+    threads = []
+
+    def told(*entries):
+        threads.append(threading.current_thread().name)
+        return prompt_logprobs(*entries)
+
+    monkeypatch.setattr("limelight.server.answers.prompt_logprobs", told)
+    assert api.complete("ab", prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"][1]
+    assert [name.startswith("slow") for name in threads] == [True]
 
 
 def test_prompt_logprobs_are_by_token_id_and_start_with_null(api):
