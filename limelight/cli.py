@@ -23,6 +23,7 @@ from limelight.flags import (
     config_from,
     json_object,
     merge,
+    new_file,
     spell,
 )
 from limelight.parallel.torchrun import started_by_torchrun
@@ -166,8 +167,11 @@ def _bench_flags(parser: argparse.ArgumentParser):
     for name, bench in BENCHES.items():
         text = (bench.__doc__ or "").partition(": ")[2].splitlines()[0]
         command = _add(benches, name, text)
-        command.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
-        command.add_argument("--plot", metavar="FILE", help="draw the figures into FILE")
+        for flag, what in (
+            ("--json", "write one JSON object to"),
+            ("--plot", "draw the figures into"),
+        ):
+            command.add_argument(flag, type=new_file, metavar="FILE", help=f"{what} FILE")
         bench.add_flags(command)
         if bench is not serve:
             _engine_flags(command)
@@ -179,7 +183,9 @@ def _draft_flags(parser: argparse.ArgumentParser):
     train = _add(commands, "train", "Train a drafter for a model on what the model says itself.")
     _engine_flags(train)
     add_config_flags(train, DraftSettings, title="training")
-    train.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+    train.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write one JSON object to FILE"
+    )
     train.set_defaults(run=_draft_train)
     judge = _add(commands, "eval", "Tell how many drafts of a drafter a model would accept.")
     _engine_flags(judge)
@@ -191,7 +197,9 @@ def _draft_flags(parser: argparse.ArgumentParser):
         "--num-speculative-tokens", type=int, metavar="N", help="default: all that its block has"
     )
     judge.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
-    judge.add_argument("--json", metavar="FILE", help="write one JSON object to FILE")
+    judge.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write one JSON object to FILE"
+    )
     judge.set_defaults(run=_draft_eval)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, fields
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from limelight.settings import ENVIRONMENT, environment, without_none
@@ -222,6 +223,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r:.50}")
     return int(text)
+
+
+def new_file(text: str) -> str:
+    """`text` as the name of a file that can be written once there is something to write."""
+    folder = Path(text).parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(folder)!r:.200}")
+    return text
 
 
 def merge(objects: Iterable[dict[str, object]]) -> dict[str, object]:

@@ -160,6 +160,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name(capsys):
         (["bench", "decode", "--batch", "4", "0"], "a whole number above 0, got '0'"),
         (["bench", "startup", "--context", "0"], "a whole number above 0, got '0'"),
         (["bench", "serve", "--num-requests", "-3"], "--num-requests"),
+        (["bench", "decode", "--json", "/nowhere/x.json"], "--json: there is no folder '/nowhere'"),
+        (["draft", "train", "--json", "/nowhere/x.json"], "--json: there is no folder '/nowhere'"),
         ([], "limelight --help"),
         (["generate"], "--prompt"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature"),
