@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 SECONDS_AFTER_DEATH = 10.0
 SECONDS_TO_TELL = 1.0
 SECONDS_BETWEEN_LOOKS = 0.2
+# Load balancers keep connections for 600 s at most, and lose a request on one that closes first.
+SECONDS_IDLE = 620
 
 
 class Lifecycle:
@@ -136,7 +138,7 @@ class Life:
             uvicorn.Config(
                 app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
                 log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=2,
+                timeout_graceful_shutdown=2, timeout_keep_alive=SECONDS_IDLE,
             )
         )  # fmt: skip
         loop = asyncio.get_running_loop()

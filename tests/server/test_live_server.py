@@ -228,6 +228,16 @@ def test_a_client_that_leaves_a_silent_stream_ends_its_request(live):
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
+@pytest.mark.slow
+def test_an_idle_connection_is_kept_for_the_next_request(live):
+    server = live()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
+        for pause in (7, 0):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+            time.sleep(pause)
+
+
 def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(live):
     engine = FakeEngine(lambda request: ids("x" * 40), slow=0.02)
     server = live(engine, shutdown_timeout=20)
