@@ -285,6 +285,8 @@ class LLM:
 
     def _run(self, jobs: list[Job]) -> Iterator[Delta]:
         """Step until all jobs are done; what the answers say as it comes."""
+        if "engine" not in self.__dict__:
+            raise RuntimeError("this LLM is closed")
         if self.engine.has_work:
             raise RuntimeError("another generate or stream of this LLM is still open")
         owners = {request.id: (job, i) for job in jobs for i, request in enumerate(job.requests)}

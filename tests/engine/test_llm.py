@@ -86,6 +86,14 @@ def test_a_prompt_that_is_none_is_refused_by_its_keys(llm):
         llm.generate({"prompt": "Hi"})
 
 
+def test_a_closed_model_says_so():
+    with LLM("flint-nano", device="cpu", load_format="dummy", max_num_seqs=1) as llm:
+        pass
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate([[5]])
+
+
 def test_an_engine_whose_texts_cannot_be_read_is_closed(monkeypatch):
     closed = []
     monkeypatch.setattr("limelight.engine.engine.Engine.close", lambda self: closed.append(self))
