@@ -32,7 +32,7 @@ from limelight.ops.absent import (
     replaced,
 )
 from limelight.ops.boundary import Peers
-from limelight.parallel import dispatch
+from limelight.parallel import collectives, dispatch
 from limelight.parallel.mesh import Mesh
 from limelight.parallel.seat import Seat
 from limelight.progress import Progress
@@ -153,7 +153,11 @@ def _others_absent() -> Iterator[None]:
     def exchange(*args: object, **kwargs: object) -> None:
         pass
 
-    names = ("all_reduce", "all_gather", "broadcast", "all_to_all_single")
+    names = ("all_reduce", "all_gather", "broadcast", "scatter", "all_to_all_single")
     gathering = {"all_gather_single": exchange}
-    with replaced(dist, dict.fromkeys(names, exchange)), replaced(dispatch, gathering):
+    with (
+        replaced(dist, dict.fromkeys(names, exchange)),
+        replaced(dispatch, gathering),
+        replaced(collectives, gathering),
+    ):
         yield

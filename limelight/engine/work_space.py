@@ -30,7 +30,9 @@ def _of_step(config: EngineConfig, found: "Resolved") -> int:
         model.inner_size, model.experts_per_token * (model.expert_inner_size + model.hidden_size)
     )
     tokens = min(config.max_num_batched_tokens, model.max_positions)
-    row = 4 * model.vocab_size
+    # References, which a CPU runs, take several times as much for a share.
+    shares = config.tensor_parallel_size if found.device.type == "cuda" else 1
+    row = 4 * math.ceil(model.vocab_size / shares)
     logits = 3 * row * max(config.max_num_seqs, 256)
     if found.drafter is not None:
         logits = max(logits, row * found.drafter.logit_rows(config))

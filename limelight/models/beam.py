@@ -228,9 +228,5 @@ class Beam(nn.Module):
             yield layer.attention_in
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
-        """FP32 [T, V]."""
-        return self.head.gather(self.logit_share(h_TD))
-
-    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
-        """Those of this rank's part of the vocabulary."""
-        return self.head.share(h_TD, cap=self.config.logit_softcap)
+        """FP32 [T, S], of this rank's part of the vocabulary."""
+        return self.head(h_TD, cap=self.config.logit_softcap)

@@ -203,9 +203,5 @@ class Flint(nn.Module):
         return boundary.add_rmsnorm(h_TD, x_TD, self.norm.weight, eps=self.norm.eps)[1]
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
-        """FP32 [T, V]."""
-        return self.head.gather(self.logit_share(h_TD))
-
-    def logit_share(self, h_TD: torch.Tensor) -> torch.Tensor:
-        """Those of this rank's part of the vocabulary."""
-        return self.head.share(h_TD)
+        """FP32 [T, S], of this rank's part of the vocabulary."""
+        return self.head(h_TD)

@@ -26,9 +26,10 @@ from limelight.ops.lora import Matrix, without_adapters
 from limelight.ops.mxfp8 import MXFP8
 from limelight.ops.rope import Heads
 from limelight.ops.weight import Stack, Weight, rows_of
-from limelight.parallel.collectives import all_gather, summed
+from limelight.parallel.collectives import summed
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.mesh import Mesh
+from limelight.parallel.sampling import Share
 from limelight.quant.stored import Packing
 
 
@@ -295,7 +296,8 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states to FP32 logits [T, `outputs`]; each rank holds some rows of the vocabulary.
+    """Hidden states to FP32 logits [T, S]; each rank holds S rows of the vocabulary, from `first`
+    on, and `share` says so where there are others.
 
     The product is FP32, but for batch invariance, where it is rounded as a trainer's. A CPU has
     none of BF16 operands with an FP32 result, so there the weight, exact in FP32, is held in it.
@@ -310,26 +312,19 @@ class LMHead(nn.Module):
         dtype = torch.float32 if place.device.type == "cpu" else place.dtype
         weight = replace(place, adapters=None).matrix([part], size, dtype=dtype, dummy=UNIT)
         self.weight = without_adapters(weight)
-        # One rank's share alone has no others to gather from.
-        self.outputs = part.held if mesh.group is None else vocab_size
+        self.share = None if mesh.group is None else Share(mesh, first, vocab_size)
+        # One rank's share alone has no others beside it.
+        self.outputs = part.held if self.share is None else vocab_size
         self.padding = share - part.held
 
-    def share(self, x_TD: torch.Tensor, *, cap: float | None = None) -> torch.Tensor:
-        """The logits of this rank's tokens, from `first` on, with a soft cap if there is one;
-        padding is ruled out."""
+    def forward(self, x_TD: torch.Tensor, *, cap: float | None = None) -> torch.Tensor:
+        """With a soft cap if there is one; padding, as much as makes ranks equal, is ruled out."""
         logits_TV = linear.lm_head(x_TD, self.weight)
         if cap is not None:
             logits_TV = activation.softcap(logits_TV, cap=cap)
         if self.padding:
             logits_TV = F.pad(logits_TV, (0, self.padding), value=float("-inf"))
         return logits_TV
-
-    def gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """All logits, of the shares of all ranks."""
-        return all_gather(logits_TV, self.mesh)[:, : self.outputs]
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.gather(self.share(x_TD))
 
 
 class SwiGLU(nn.Module):

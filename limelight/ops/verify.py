@@ -54,7 +54,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drafts:
+class Drafts:
     """The drafts as the rows see them: `real_BN` excludes placeholders and what is not verified."""
 
     ids_BN: torch.Tensor  # inside the vocabulary also where they are not real
@@ -97,12 +97,26 @@ def verify_greedy_reference(
     slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """Where every sequence takes the likeliest token; `slots_B` as in `verify`."""
-    drafts_BN = _of_slots(drafts_BN, slots_B)
     best_R, token_R = logits_RV.max(dim=-1)
-    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
-    accepted_B = _prefix(_matches(drafts, best_R, token_R))
-    last_B = _at(drafts.rows_BQ, accepted_B)
-    return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+    return verify_tokens_reference(
+        token_R, best_R, starts_B, drafts_BN, vocabulary=logits_RV.shape[1], slots_B=slots_B
+    )
+
+
+def verify_tokens_reference(
+    token_R: torch.Tensor,
+    best_R: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    *,
+    vocabulary: int,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    """Where each row's token (int64) and best logit are known: drafts stand while they are it."""
+    drafts = read_drafts(starts_B, of_slots(drafts_BN, slots_B), len(token_R), vocabulary)
+    accepted_B = prefix(matches(drafts, best_R, token_R))
+    last_B = at_each(drafts.rows_BQ, accepted_B)
+    return verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
 
 
 def verify_by_odds_reference(
@@ -116,13 +130,45 @@ def verify_by_odds_reference(
     slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """As `verify`, but each draft stands by its log odds alone, and the likeliest token follows."""
-    drafts_BN, odds_BN = _of_slots(drafts_BN, slots_B), _of_slots(odds_BN, slots_B)
-    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    shape = logits_RV.shape
+    drafts, accepted_B = _by_odds(shape, starts_B, drafts_BN, odds_BN, seed_B, position_B, slots_B)
+    best_B, token_B = logits_RV[at_each(drafts.rows_BQ, accepted_B)].max(dim=-1)
+    return verified(drafts, starts_B, accepted_B, token_B, best_B)
+
+
+def verify_tokens_by_odds_reference(
+    token_R: torch.Tensor,
+    best_R: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    vocabulary: int,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    """The same where each row's likeliest token and its logit are known."""
+    shape = (len(token_R), vocabulary)
+    drafts, accepted_B = _by_odds(shape, starts_B, drafts_BN, odds_BN, seed_B, position_B, slots_B)
+    last_B = at_each(drafts.rows_BQ, accepted_B)
+    return verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+
+
+def _by_odds(
+    shape: tuple[int, int] | torch.Size,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    slots_B: torch.Tensor | None,
+) -> tuple[Drafts, torch.Tensor]:
+    drafts_BN, odds_BN = of_slots(drafts_BN, slots_B), of_slots(odds_BN, slots_B)
+    drafts = read_drafts(starts_B, drafts_BN, *shape)
     at_BN = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1], device=seed_B.device)
     u_BN = uniform(seed_B[:, None], at_BN, stream=ACCEPT)
-    accepted_B = _prefix(drafts.real_BN & (u_BN < torch.sigmoid(odds_BN.double())))
-    best_B, token_B = logits_RV[_at(drafts.rows_BQ, accepted_B)].max(dim=-1)
-    return _verified(drafts, starts_B, accepted_B, token_B, best_B)
+    return drafts, prefix(drafts.real_BN & (u_BN < torch.sigmoid(odds_BN.double())))
 
 
 def verify_drawn_reference(
@@ -137,19 +183,33 @@ def verify_drawn_reference(
     slots_B: torch.Tensor | None = None,
 ) -> Verified:
     """By the sampler's own numbers; the arguments are those of `verify`."""
-    drafts_BN = _of_slots(drafts_BN, slots_B)
     best_R, token_R = logits_RV.max(dim=-1)
-    sequence_R, place_R = packed_rows(starts_B, len(logits_RV))
+    temperature_R, uniform_R, each_R = each_row_reference(
+        starts_B, temperature_B, seed_B, position_B, cuts=cuts, rows=len(logits_RV)
+    )
+    drawn_R = invert(probabilities(logits_RV, temperature_R, each_R), uniform_R)
+    token_R = torch.where(temperature_R >= GREEDY_BELOW, drawn_R, token_R)
+    return verify_tokens_reference(
+        token_R, best_R, starts_B, drafts_BN, vocabulary=logits_RV.shape[1], slots_B=slots_B
+    )
+
+
+def each_row_reference(
+    starts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    cuts: Cuts | None,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, Cuts | None]:
+    """Of each packed row its sequence's temperature, its own number of PLAIN, FP32 [R] both, and
+    its sequence's cut-offs; rows behind the last sequence count as its own."""
+    sequence_R, place_R = packed_rows(starts_B, rows)
     positions_R = position_B.long()[sequence_R] + place_R
     uniform_R = uniform(seed_B[sequence_R], positions_R, stream=PLAIN).float()
     each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
-    temperature_R = temperature_B[sequence_R]
-    drawn_R = invert(probabilities(logits_RV, temperature_R, each_R), uniform_R)
-    token_R = torch.where(temperature_R >= GREEDY_BELOW, drawn_R, token_R)
-    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
-    accepted_B = _prefix(_matches(drafts, best_R, token_R))
-    last_B = _at(drafts.rows_BQ, accepted_B)
-    return _verified(drafts, starts_B, accepted_B, token_R[last_B], best_R[last_B])
+    return temperature_B[sequence_R], uniform_R, each_R
 
 
 def verify_by(
@@ -184,47 +244,48 @@ def verify_reference(
     drafted the token is the sampler's own. With `slots_B` drafts and proposals are those of slots,
     and sequence b has the ones in `slots_B[b]`.
     """
-    drafts_BN = _of_slots(drafts_BN, slots_B)
-    ids_BNK, scores_BNK = (_of_slots(x, slots_B) for x in (proposals.ids_BNK, proposals.scores_BNK))
+    drafts_BN = of_slots(drafts_BN, slots_B)
+    ids_BNK, scores_BNK = (of_slots(x, slots_B) for x in (proposals.ids_BNK, proposals.scores_BNK))
     best_R, token_R = logits_RV.max(dim=-1)
-    drafts = _read(starts_B, drafts_BN, logits_RV.shape)
+    drafts = read_drafts(starts_B, drafts_BN, *logits_RV.shape)
     sequence_R, _ = packed_rows(starts_B, len(logits_RV))
     each_R = None if cuts is None else Cuts(*(x_B[sequence_R] for x_B in cuts.arguments))
     probs_RV = probabilities(logits_RV, temperature_B[sequence_R], each_R)
     total_R = probs_RV.sum(dim=-1, dtype=torch.float64)
-    candidates = _candidates(Proposals(ids_BNK, scores_BNK), temperature_B, logits_RV.shape[1])
+    candidates = candidates_of(Proposals(ids_BNK, scores_BNK), temperature_B, logits_RV.shape[1])
     at_BQ = position_B.long()[:, None] + torch.arange(drafts_BN.shape[1] + 1, device=seed_B.device)
     u_BN = uniform(seed_B[:, None], at_BQ[:, :-1], stream=ACCEPT)
     possible_BN, stands_BN = _stand(drafts, candidates, probs_RV, total_R, u_BN)
     greedy_B = temperature_B < GREEDY_BELOW
-    stands_BN = torch.where(greedy_B[:, None], _matches(drafts, best_R, token_R), stands_BN)
-    accepted_B = _prefix(stands_BN)
-    last_B = _at(drafts.rows_BQ, accepted_B)
-    refused_B = _at(torch.nn.functional.pad(possible_BN, (0, 1)), accepted_B)
+    stands_BN = torch.where(greedy_B[:, None], matches(drafts, best_R, token_R), stands_BN)
+    accepted_B = prefix(stands_BN)
+    last_B = at_each(drafts.rows_BQ, accepted_B)
+    refused_B = at_each(torch.nn.functional.pad(possible_BN, (0, 1)), accepted_B)
     weights_BV = _weights(probs_RV[last_B], total_R[last_B], candidates, accepted_B, refused_B)
     residual_B, plain_B = (
-        uniform(seed_B, _at(at_BQ, accepted_B), stream=use) for use in (RESIDUAL, PLAIN)
+        uniform(seed_B, at_each(at_BQ, accepted_B), stream=use) for use in (RESIDUAL, PLAIN)
     )
     number_B = torch.where(refused_B, residual_B, plain_B).float()
     final_B = torch.where(greedy_B, token_R[last_B], invert(weights_BV, number_B))
-    return _verified(drafts, starts_B, accepted_B, final_B, best_R[last_B])
+    return verified(drafts, starts_B, accepted_B, final_B, best_R[last_B])
 
 
-def _of_slots(x_SX: torch.Tensor, slots_B: torch.Tensor | None) -> torch.Tensor:
+def of_slots(x_SX: torch.Tensor, slots_B: torch.Tensor | None) -> torch.Tensor:
     return x_SX if slots_B is None else x_SX[slots_B.long()]
 
 
-def _read(starts_B: torch.Tensor, drafts_BN: torch.Tensor, shape: torch.Size) -> _Drafts:
-    rows, vocabulary = shape
+def read_drafts(
+    starts_B: torch.Tensor, drafts_BN: torch.Tensor, rows: int, vocabulary: int
+) -> Drafts:
     num_drafts = drafts_BN.shape[1]
     at_Q = torch.arange(num_drafts + 1, device=drafts_BN.device)
     verified_BN = at_Q[1:] < starts_B.long().diff()[:, None]
     rows_BQ = (starts_B[:-1].long()[:, None] + at_Q).clamp(max=rows - 1)
     real_BN = verified_BN & (drafts_BN >= 0) & (drafts_BN < vocabulary)
-    return _Drafts(drafts_BN.clamp(0, vocabulary - 1), real_BN, rows_BQ)
+    return Drafts(drafts_BN.clamp(0, vocabulary - 1), real_BN, rows_BQ)
 
 
-def _matches(drafts: _Drafts, best_R: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
+def matches(drafts: Drafts, best_R: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
     """Whether each draft is its row's best token, where any is allowed."""
     rows_BN = drafts.rows_BQ[:, :-1]
     allowed_BN = best_R[rows_BN] > float("-inf")
@@ -232,7 +293,7 @@ def _matches(drafts: _Drafts, best_R: torch.Tensor, token_R: torch.Tensor) -> to
 
 
 def _stand(
-    drafts: _Drafts,
+    drafts: Drafts,
     candidates: tuple[torch.Tensor, torch.Tensor],
     probs_RV: torch.Tensor,
     total_R: torch.Tensor,
@@ -247,15 +308,15 @@ def _stand(
     return possible_BN, possible_BN & (u_BN * q_BN < p_BN)
 
 
-def _prefix(stands_BN: torch.Tensor) -> torch.Tensor:
+def prefix(stands_BN: torch.Tensor) -> torch.Tensor:
     return stands_BN.long().cumprod(dim=-1).sum(dim=-1)
 
 
-def _at(of_BX: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+def at_each(of_BX: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     return of_BX.gather(1, index_B[:, None])[:, 0]
 
 
-def _candidates(
+def candidates_of(
     proposals: Proposals, temperature_B: torch.Tensor, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and q of each draft's candidates [B, N, K], FP64."""
@@ -290,8 +351,8 @@ def _weights(
     return torch.where(left_B[:, None], residual_BV, weights_BV)
 
 
-def _verified(
-    drafts: _Drafts,
+def verified(
+    drafts: Drafts,
     starts_B: torch.Tensor,
     accepted_B: torch.Tensor,
     final_B: torch.Tensor,
@@ -391,3 +452,8 @@ verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_gree
 verify_drawn = op(reference=verify_drawn_reference, kernel=_launch_verify_drawn)
 verify = op(reference=verify_reference, kernel=_launch_verify)
 verify_by_odds = op(reference=verify_by_odds_reference, kernel=_launch_verify_by_odds)
+verify_tokens = op(reference=verify_tokens_reference, kernel=verify_tokens_reference)
+verify_tokens_by_odds = op(
+    reference=verify_tokens_by_odds_reference, kernel=verify_tokens_by_odds_reference
+)
+each_row = op(reference=each_row_reference, kernel=each_row_reference)

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from limelight.parallel.collectives import all_gather_single
 from limelight.parallel.expert_mesh import ExpertMesh
 from limelight.parallel.row_codes import decode_rows, encode_rows
-
-# Its name since torch 2.13, which warns of the one before.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(slots=True)

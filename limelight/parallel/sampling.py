@@ -2,13 +2,22 @@
 
 A rank's share of the vocabulary is one interval of the cumulated probabilities. The ranks tell each
 other the best logit of each row, where it is, and the weight of their share; from these all know
-whose share holds the row's number, and that rank finds the token within it.
+whose share holds the row's number, and that rank finds the token within it. Where cut-offs end is
+found by counting in ever smaller bins (`ops/levels.py`).
+
+Of exchanges there are two for a token, and seven more where rows may have cut-offs. None depends
+on the vocabulary in size: a row has 24 bytes in the first, 2,048 in each of the seven, and 8 in the
+last.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from limelight.ops import cdiv
+from limelight.ops.judge_shares import Known, holding
+from limelight.ops.levels import MOST_TOKENS, SHIFTS, Levels, Window, is_cut, narrow, tally
+from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW, mass, sample
 from limelight.ops.standing import standing
 from limelight.ops.topk import top_tokens
@@ -18,45 +27,107 @@ from limelight.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of the vocabulary that a rank has, from token `first` on."""
+    """The part of a vocabulary that a rank has, from token `first` on."""
 
     mesh: Mesh
     first: int
+    vocabulary: int
+
+    @property
+    def size(self) -> int:
+        """How many logits each rank has; those behind the vocabulary are ruled out."""
+        return cdiv(self.vocabulary, self.mesh.size)
 
 
-def sample_shares(
+def look(
+    logits_RS: torch.Tensor, temperature_R: torch.Tensor, share: Share, *, cuts: Cuts | None = None
+) -> Known:
+    """Of this rank's FP32 logits, on every rank the same but for what is its own."""
+    best_R, at_R, weight_R = mass(logits_RS, temperature_R)
+    own_3R = torch.stack((best_R.double(), (share.first + at_R).double(), weight_R))
+    best_NR, at_NR, weight_NR = stacked(own_3R, share.mesh).unbind(1)
+    top_R, rank_R = best_NR.max(dim=0)
+    greedy_R = at_NR.gather(0, rank_R[None])[0].long()
+    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0).float()
+    weight_NR = torch.where(weight_NR > 0, weight_NR * torch.exp((best_NR - top_R) / warmth_R), 0.0)
+    left = Known(top_R.float(), greedy_R, weight_NR)
+    return left if cuts is None else _cut(logits_RS, left, warmth_R, cuts, share)
+
+
+def _cut(
+    logits_RS: torch.Tensor, left: Known, warmth_R: torch.Tensor, cuts: Cuts, share: Share
+) -> Known:
+    """What cut-offs leave: top-k and min-p first, and then top-p of what these leave."""
+    assert share.vocabulary < MOST_TOKENS
+    (ranks, rows), device = left.weight_MR.shape, logits_RS.device
+    top_k_R, top_p_R, min_p_R = cuts.arguments
+    levels, whole = Levels(left.best_R, warmth_R), Window.whole(ranks, rows, device)
+    tally_RB, kept_R = tally(logits_RS, levels, min_p_R, whole.level_R, shift=SHIFTS[0])
+    first_NRB = stacked(tally_RB, share.mesh)
+
+    def end(most_weight_R: torch.Tensor) -> Window:
+        window = narrow(first_NRB, whole, levels, top_k_R, most_weight_R, shift=SHIFTS[0])
+        for shift in SHIFTS[1:]:
+            tally_RB, _ = tally(logits_RS, levels, min_p_R, window.level_R, shift=shift)
+            tally_NRB = stacked(tally_RB, share.mesh)
+            window = narrow(tally_NRB, window, levels, top_k_R, most_weight_R, shift=shift)
+        return window
+
+    unbounded_R = torch.full((rows,), float("inf"), dtype=torch.float64, device=device)
+    inside_R = end(unbounded_R).weight_NR.sum(dim=0)
+    # The best one stays, whatever its share.
+    most_R = (top_p_R.double() * inside_R).clamp(min=1e-30)
+    window = end(torch.where(top_p_R < 1, most_R, float("inf")))
+    some_R = is_cut(cuts, share.vocabulary)
+    # Without cut-offs a row has the sums that it has beside others without.
+    weight_NR = torch.where(some_R, window.weight_NR, left.weight_MR)
+    count_R = torch.minimum(window.above_NR[share.mesh.rank], kept_R)
+    count_R = torch.where(some_R, count_R, logits_RS.shape[1]).to(torch.int32)
+    own = Cuts(count_R, torch.ones_like(warmth_R), torch.zeros_like(warmth_R))
+    return Known(left.best_R, left.greedy_R, weight_NR, own)
+
+
+def best_of_shares(logits_RS: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best logit of each row, FP32 [R], NaN if one is NaN, and the first token that has it."""
+    left = look(logits_RS, torch.zeros(len(logits_RS), device=logits_RS.device), share)
+    return left.best_R, left.greedy_R
+
+
+def drawn(
+    logits_RS: torch.Tensor,
+    left: Known,
+    temperature_R: torch.Tensor,
+    uniform_R: torch.Tensor,
+    share: Share,
+) -> torch.Tensor:
+    """The token of each row, int64, of what is left of it."""
+    holder_R, number_R = holding(left.weight_MR, uniform_R, share.mesh.rank)
+    token_R, _ = sample(logits_RS, temperature_R, number_R, cuts=left.own)
+    own_R = torch.where(holder_R == share.mesh.rank, share.first + token_R, 0)
+    token_R = all_reduce(own_R, share.mesh)
+    return torch.where(temperature_R >= GREEDY_BELOW, token_R, left.greedy_R)
+
+
+def sample_share(
     logits_RS: torch.Tensor,
     temperature_R: torch.Tensor,
     uniform_R: torch.Tensor,
-    mesh: Mesh,
+    share: Share | None,
     *,
-    first: int,
-    into: tuple[torch.Tensor, torch.Tensor],
+    cuts: Cuts | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ops.sample.sample` without cut-offs, of the logits from token `first` on.
+    """As `ops.sample.sample`, of this rank's share of the logits, or of all (None).
 
     Where a number falls within 1e-7 of the border of two tokens, either may be drawn.
     """
-    best_R, at_R, weight_R = mass(logits_RS, temperature_R)
-    own_3R = torch.stack((best_R.double(), (first + at_R).double(), weight_R))
-    best_NR, at_NR, weight_NR = stacked(own_3R, mesh).unbind(1)
-    top_R, rank_R = best_NR.max(dim=0)
-    greedy_R = at_NR.gather(0, rank_R[None])[0].long()
-    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)
-    weight_NR = torch.where(weight_NR > 0, weight_NR * torch.exp((best_NR - top_R) / warmth_R), 0.0)
-    cumulated_NR = weight_NR.cumsum(dim=0)
-    target_R = uniform_R.double() * cumulated_NR[-1]
-    # The first whose end is beyond the number, or else the last with a weight.
-    ranks_N1 = torch.arange(mesh.size, device=logits_RS.device)[:, None]
-    last_R = torch.where(weight_NR > 0, ranks_N1, 0).max(dim=0).values
-    holder_R = torch.minimum((cumulated_NR <= target_R).sum(dim=0), last_R)
-    left_R = target_R - (cumulated_NR - weight_NR)[mesh.rank]
-    share_R = torch.nan_to_num(left_R / weight_NR[mesh.rank]).clamp(0.0, 1.0)
-    token_R, _ = sample(logits_RS, temperature_R, share_R)
-    drawn_R = all_reduce(torch.where(holder_R == mesh.rank, first + token_R, 0), mesh)
-    token_R = torch.where(temperature_R >= GREEDY_BELOW, drawn_R, greedy_R)
-    into[0].index_copy_(0, into[1], token_R)
-    return token_R, top_R.float()
+    if share is None:
+        return sample(logits_RS, temperature_R, uniform_R, cuts=cuts, into=into)
+    left = look(logits_RS, temperature_R, share, cuts=cuts)
+    token_R = drawn(logits_RS, left, temperature_R, uniform_R, share)
+    if into is not None:
+        into[0].index_copy_(0, into[1], token_R)
+    return token_R, left.best_R
 
 
 def standing_in_shares(
@@ -65,13 +136,22 @@ def standing_in_shares(
     tokens_X: torch.Tensor,
     temperature_X: torch.Tensor,
     share: Share,
+    *,
+    cuts: Cuts | None = None,
 ) -> torch.Tensor:
-    """As `ops.standing.standing` without cut-offs, of tokens in these rows, on every rank."""
+    """As `ops.standing.standing`, of tokens in these rows, on every rank."""
     own_X = tokens_X - share.first
     held_X = (own_X >= 0) & (own_X < logits_RS.shape[1])
     logit_X = logits_RS[rows_X, own_X.clamp(0, logits_RS.shape[1] - 1)]
     logit_NX = stacked(torch.where(held_X, logit_X, float("-inf")), share.mesh)
-    figures_5X = standing(logits_RS, rows_X, logit_NX.amax(dim=0), temperature_X)
+    own = None
+    if cuts is not None:
+        own = look(logits_RS[rows_X], temperature_X, share, cuts=cuts).own
+    z_X = logit_NX.amax(dim=0)
+    figures_5X = standing(logits_RS, rows_X, z_X, temperature_X, cuts=own)
+    if own is not None:
+        # The operation always leaves one.
+        figures_5X[2::2].masked_fill_(own.top_k_B == 0, 0.0)
     logit_NX, best_NX, weight_NX, larger_NX, left_NX = stacked(figures_5X, share.mesh).unbind(1)
     best_X = best_NX.amax(dim=0)
     scale_NX = torch.exp((best_NX - best_X) / temperature_X.double())

@@ -16,8 +16,9 @@ from limelight.ops.paging import FEW_QUERIES, Prompt
 from limelight.ops.pieces import Cuts
 from limelight.ops.rows import Asked, Rows, lay_rows, stand
 from limelight.ops.trim import keep
-from limelight.ops.verify import NOTHING, verify_by, verify_by_odds, verify_greedy
+from limelight.ops.verify import NOTHING
 from limelight.parallel.collectives import from_first
+from limelight.parallel.verifying import judge_by, judge_by_odds, judge_greedy
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
 from limelight.runner.drafter import Drafter
@@ -297,18 +298,19 @@ class DraftedSteps:
         assert outcome.packed is not None
         slots = [launched.order[b].slot for b in members]
         slots_P, members_P = (sent(x, torch.int64, self.device) for x in (slots, members))
-        ends = [0] * 2 * len(slots)
-        if self.sampler.chooses:
-            drafts_PN = self.drafter.tokens_SN[slots_P].tolist()
-            offers, rows = offers_of(outcome.packed, members, slots, drafts_PN)
-            launched.runs = self.verifier.judge(
-                outcome.logits_RV, offers, *self.drafter.waiting(slots_P), rows=rows
-            )
-            runs = [launched.runs[slot] for slot in slots]
-            each = ((r.accepted, r.token_ids[-1]) if r.token_ids else (0, NOTHING) for r in runs)
-            ends = [x for end in each for x in end]
+        drafts_PN = self.drafter.tokens_SN[slots_P].tolist()
+        offers, rows = offers_of(outcome.packed, members, slots, drafts_PN)
+        launched.runs = self.verifier.judge(
+            outcome.logits_RV, offers, *self.drafter.waiting(slots_P), rows=rows
+        )
+        runs = [launched.runs[slot] for slot in slots]
+        each = ((r.accepted, r.token_ids[-1]) if r.token_ids else (0, NOTHING) for r in runs)
+        ends = [x for end in each for x in end]
         ends_P2 = sent(ends, torch.int64, self.device).view(-1, 2)
-        accepted_P, last_P = from_first(ends_P2, self.model.head.mesh).unbind(1)
+        if any(self.sampler.rules[slot].guided for slot in slots):
+            # What a guide refuses rank 0 alone knows.
+            ends_P2 = from_first(ends_P2, self.model.head.mesh)
+        accepted_P, last_P = ends_P2.unbind(1)
         next_P = outcome.packed.next_B[members_P]
         self.drafter.lengths_S[slots_P] = (next_P + accepted_P).int()
         last_P = torch.where(last_P == NOTHING, self.drafter.last_tokens_S[slots_P], last_P)
@@ -359,18 +361,19 @@ class DraftedSteps:
         """Which drafts stand by the logits alone, and where each sequence then stands."""
         drafter, rows_B = self.drafter, tensors.rows_B
         judged = (logits_RV, rows.picked_starts_B, drafter.tokens_SN)
+        share = self.model.head.share
         if extent.greedy:
-            verified = verify_greedy(*judged, slots_B=rows_B)
+            verified = judge_greedy(*judged, share, slots_B=rows_B)
         else:
             cuts = Cuts(tensors.top_k_B, tensors.top_p_B, tensors.min_p_B)
-            verified = verify_by(
+            verified = judge_by(
                 drafter.proposals, *judged, tensors.temperature_B, tensors.seeds_B, rows.next_B,
-                cuts=cuts if extent.cuts else None, slots_B=rows_B,
+                share, cuts=cuts if extent.cuts else None, slots_B=rows_B,
             )  # fmt: skip
         if drafter.synthetic is not None:
             # Such steps are timed, so all that a real one does has been done as well.
-            verified = verify_by_odds(
-                *judged, drafter.odds_SN, tensors.seeds_B, rows.next_B, slots_B=rows_B
+            verified = judge_by_odds(
+                *judged, drafter.odds_SN, tensors.seeds_B, rows.next_B, share, slots_B=rows_B
             )
         stand(drafter.lengths_S, drafter.last_tokens_S, rows_B, rows.next_B, verified)
         made = Judged(verified.tokens_BQ, verified.best_B, rows.kept_B, verified.accepted_B)

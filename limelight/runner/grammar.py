@@ -6,12 +6,10 @@ answer may come; where none may, the answer is whole without one.
 """
 
 import copy
-import os
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from limelight.runner.thoughts import Thoughts
 from limelight.types import Request
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
 
 # A grammar that takes longer for one token (CPU seconds) would hold up everyone's step.
 SECONDS_OF_TOKEN = 0.05
-# From this size on, the masks of several rows are worth a few threads.
-LARGE_VOCABULARY = 32_768
-MOST_THREADS = 8
 TOO_SLOW = "what the constraint allows next takes too long to find; a simpler one would do"
 # A character has four bytes at most, and a token at least one.
 LONGEST_REST = 3
@@ -101,8 +96,11 @@ class Guide:
         return self.needs_mask and self.matcher is not None and self.matcher.is_completed()
 
     def finish_mask(self, mask_V: np.ndarray) -> None:
-        """Let the request's own ends take the place of the model's in a mask of one bit a token."""
-        if not (self._ignores_eos or self._stops):
+        """Take out of a mask of one bit a token what is banned, and where the grammar made it let
+        the request's own ends take the place of the model's."""
+        for token_id in self.banned:
+            mask_V[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        if not self.needs_mask or not (self._ignores_eos or self._stops):
             return
         if self._ignores_eos:
             for token_id in self._eos:
@@ -159,67 +157,3 @@ def _matcher(grammar: "xgrammar.CompiledGrammar") -> "xgrammar.GrammarMatcher":
     import xgrammar
 
     return xgrammar.GrammarMatcher(grammar)
-
-
-class Masks:
-    """The tokens that grammars allow, for all rows of a step at once."""
-
-    def __init__(self, *, vocab_size: int, device: torch.device):
-        import xgrammar
-
-        self.vocab_size, self.device = vocab_size, device
-        threads = min(MOST_THREADS, (os.cpu_count() or 1) // 2)
-        self._batch = xgrammar.BatchGrammarMatcher(
-            max_threads=max(1, threads if vocab_size >= LARGE_VOCABULARY else 1)
-        )
-        self._bits_RV = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32)
-        # What each byte of a mask adds to the logits of its eight tokens.
-        bits_B8 = torch.arange(256)[:, None] >> torch.arange(8) & 1
-        self._added_B8 = torch.zeros(256, 8).masked_fill(bits_B8 == 0, float("-inf")).to(device)
-
-    def fill(self, guides: list[Guide]) -> torch.Tensor:
-        """Which tokens may come next, a bit each, on the device: uint8 [R, bytes].
-
-        The host's work alone: the device may still compute the logits meanwhile.
-        """
-        if len(guides) > len(self._bits_RV):
-            width = self._bits_RV.shape[1]
-            pinned = self.device.type == "cuda"
-            self._bits_RV = torch.zeros(len(guides), width, dtype=torch.int32, pin_memory=pinned)
-        bits_RV = self._bits_RV[: len(guides)]
-        matchers = [guide.matcher for guide in guides if guide.matcher is not None]
-        assert len(matchers) == len(guides)
-        started = time.perf_counter()
-        try:
-            self._batch.batch_fill_next_token_bitmask(matchers, bits_RV)
-        except RuntimeError:
-            self._fill_each(guides, bits_RV)
-        if time.perf_counter() - started > SECONDS_OF_TOKEN:
-            self._fill_each(guides, bits_RV)
-        bytes_RV = bits_RV.view(torch.uint8)
-        for guide, mask_V in zip(guides, bytes_RV.numpy(), strict=True):
-            guide.finish_mask(mask_V)
-        return bytes_RV.to(self.device, non_blocking=True)
-
-    def apply(self, logits_RV: torch.Tensor, rows: list[int], bytes_RV: torch.Tensor) -> None:
-        """Set the logits of what may not come next to -inf, in place; row i of the masks is of row
-        `rows[i]`."""
-        # Several times faster than filling by a mask of booleans, on a CPU.
-        added_RV = self._added_B8.index_select(0, bytes_RV.flatten().int())
-        added_RV = added_RV.view(len(rows), -1)[:, : self.vocab_size]
-        if len(rows) == len(logits_RV):
-            logits_RV.add_(added_RV)
-        else:
-            logits_RV.index_add_(0, torch.tensor(rows, device=self.device), added_RV)
-
-    def _fill_each(self, guides: list[Guide], bits_RV: torch.Tensor) -> None:
-        """Fill row by row, and refuse those that fail or that alone take too long."""
-        for r, guide in enumerate(guides):
-            assert guide.matcher is not None
-            started = time.thread_time()
-            try:
-                guide.matcher.fill_next_token_bitmask(bits_RV, r)
-            except RuntimeError as error:
-                guide.refused = f"what the constraint allows next cannot be told: {error}"[:500]
-            if time.thread_time() - started > SECONDS_OF_TOKEN:
-                guide.refused = TOO_SLOW

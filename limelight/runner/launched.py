@@ -9,7 +9,6 @@ from itertools import islice, pairwise
 import torch
 
 from limelight.ops.verify import NOTHING
-from limelight.parallel.sampling import Share
 from limelight.runner.graphs import lent
 from limelight.runner.logprobs import NOT_FINITE, Told, is_finite
 from limelight.runner.sampler import NOT_NUMBERS, Rules, Run, Sampler
@@ -73,12 +72,11 @@ class Outcome:
     """What a step leaves on the device: what was made of its logits, and those, which stay until
     the next graph runs.
 
-    They are whole, or this rank's `share` of them. Row b is that of sequence b, or they are packed.
+    They are those of this rank. Row b is that of sequence b, or they are packed.
     """
 
     judged: Judged
     logits_RV: torch.Tensor
-    share: Share | None = None
     packed: PackedRows | None = None
 
     def lent(self) -> "Outcome":
@@ -88,7 +86,7 @@ class Outcome:
     def logprobs(self, rules: dict[int, Rules], sampler: Sampler) -> "StepLogprobs | None":
         """Those of the tokens of these sequences that tell any by their rules; None without."""
         asked = {b: rule for b, rule in rules.items() if rule.reports}
-        if not asked or (self.share is None and not sampler.chooses):
+        if not asked:
             return None
         members_A = sent(list(asked), torch.int64, self.logits_RV.device)
         tokens_AQ = self.judged.tokens_BQ[members_A]
@@ -98,7 +96,7 @@ class Outcome:
         rows_AQ = torch.where(tokens_AQ == NOTHING, -1, rows_AQ)
         each = [rule for rule in asked.values() for _ in range(places)]
         rows_X, tokens_X = rows_AQ.flatten(), tokens_AQ.flatten()
-        told = sampler.tell(self.logits_RV, rows_X, tokens_X, each, self.share)
+        told = sampler.tell(self.logits_RV, rows_X, tokens_X, each)
         return StepLogprobs(list(asked), places, told)
 
 

@@ -95,12 +95,13 @@ def tell(
     share: Share | None = None,
 ) -> Told:
     """Of tokens [X] in rows of FP32 logits, both int64; of row -1 nothing can be told. With a
-    `share` of the vocabulary all its ranks do so together, and none may be cut off."""
+    `share` of the vocabulary all its ranks do so together."""
     warmth_X = sent(wanted.warmths, torch.float32, logits_RV.device)
     most = _looked_for(wanted.counts, vocab_size)
     if share is not None:
-        assert wanted.cuts is None
-        figures_5X = standing_in_shares(logits_RV, rows_X, tokens_X, warmth_X, share)
+        figures_5X = standing_in_shares(
+            logits_RV, rows_X, tokens_X, warmth_X, share, cuts=wanted.cuts
+        )
         if not most:
             return Told(wanted, figures_5X)
         return Told(wanted, figures_5X, *top_tokens_of_shares(logits_RV, rows_X, share, count=most))
@@ -118,13 +119,14 @@ def _looked_for(counts: list[int], vocab_size: int) -> int:
 
 
 def token_logprobs(
-    logits_RV: torch.Tensor, token_ids: list[int], count: int
+    logits_RV: torch.Tensor, token_ids: list[int], count: int, share: Share | None = None
 ) -> list[TokenLogprobs]:
-    """The raw log-probabilities of one token a row, from FP32 logits, and of the `count` best."""
+    """The raw log-probabilities of one token a row, from its logits, and of the `count` best."""
     rows, device = range(len(token_ids)), logits_RV.device
     wanted = Wanted([count] * len(rows), [1.0] * len(rows))
     rows_X, tokens_X = (sent(x, torch.int64, device) for x in (rows, token_ids))
-    told = tell(logits_RV, rows_X, tokens_X, wanted, vocab_size=logits_RV.shape[1])
+    vocab_size = logits_RV.shape[1] if share is None else share.vocabulary
+    told = tell(logits_RV, rows_X, tokens_X, wanted, vocab_size=vocab_size, share=share)
     return told.reports(rows, token_ids)
 
 

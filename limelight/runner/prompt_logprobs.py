@@ -34,5 +34,5 @@ def prompt_logprobs(
         for at in range(0, len(following), LOGIT_ROWS_AT_ONCE):
             ids = following[at : at + LOGIT_ROWS_AT_ONCE]
             logits_RV = model.logits(hidden_TD[begin + at : begin + at + len(ids)])
-            rows += token_logprobs(logits_RV, ids, wanted)
+            rows += token_logprobs(logits_RV, ids, wanted, model.head.share)
     return reports

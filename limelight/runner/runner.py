@@ -19,7 +19,7 @@ from limelight.runner.adapters import RowAdapters
 from limelight.runner.divided import DividedLayers
 from limelight.runner.drafted import DraftedSteps
 from limelight.runner.drafter import Drafter
-from limelight.runner.drawing import draw, draws_shares, finish
+from limelight.runner.drawing import draw, finish
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     BlockTables,
@@ -86,12 +86,12 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             device=self.device,
             grammars=grammars,
-            chooses=self.mesh.rank == 0,
+            share=model.head.share,
             logprobs_mode=logprobs_mode,
         )
         self.adapters = RowAdapters(room, max_num_seqs=max_num_seqs, device=self.device)
         self.graphs: Graphs[StepTensors, Outcome] | None = None  # of one token a sequence
-        self.sharing_graphs: Graphs[StepTensors, Outcome] | None = None  # without cut-offs
+        self.uncut_graphs: Graphs[StepTensors, Outcome] | None = None  # without cut-offs
         self.prompt_graphs: Graphs[StepTensors, Outcome] | None = None
         self.drafted: DraftedSteps | None = None
         self.experts = DividedLayers(model, self.device)
@@ -183,10 +183,8 @@ class ModelRunner:
 
     def _draw(self, tensors: StepTensors, hidden_RD: torch.Tensor, rules: list[Rules]) -> Outcome:
         # The tokens of rows with rules are drawn anew.
-        own = [rule for rule in rules if rule.on_device]
-        cuts = any(rule.truncated for rule in own)
-        shares = not cuts and len(own) == len(rules)
-        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=shares)
+        cuts = any(rule.truncated for rule in rules if rule.on_device)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
 
     def _launch_drafted(
         self, drafted: DraftedSteps, plan: StepPlan, grants: list[Grant]
@@ -219,14 +217,13 @@ class ModelRunner:
                 graph_sizes(most(self.tables.nobody)), progress, beside=self.prompt_graphs,
                 adapters=self.adapters, lend=Outcome.lent,
             )  # fmt: skip
-            device, sizes = self.device, self.graphs.sizes
-            sizes = [size for size in sizes if draws_shares(self.mesh, size, device)]
-            if sizes:
-                self.sharing_graphs = Graphs(
-                    lambda tensors: self.decode(tensors, shares=True),
+            if self.mesh.group is not None:
+                # Ranks find where cut-offs end in many exchanges.
+                self.uncut_graphs = Graphs(
+                    lambda tensors: self.decode(tensors, cuts=False),
                     lambda count: self._send((count,) * 3, [], []),
-                    sizes, progress, name="graphs without cut-offs", beside=self.graphs,
-                    adapters=self.adapters, lend=Outcome.lent,
+                    self.graphs.sizes, progress, name="graphs without cut-offs",
+                    beside=self.graphs, adapters=self.adapters, lend=Outcome.lent,
                 )  # fmt: skip
 
     def forget_device(self) -> None:
@@ -251,7 +248,7 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Let go of all graphs, and of what they hold on to."""
-        self.graphs = self.sharing_graphs = self.prompt_graphs = None
+        self.graphs = self.uncut_graphs = self.prompt_graphs = None
         if self.drafted is not None:
             self.drafted.drop_graphs()
 
@@ -269,19 +266,18 @@ class ModelRunner:
         self.sampler.rules.clear()
         self.experts.forget()
 
-    def decode(self, tensors: StepTensors, *, shares: bool = False) -> Outcome:
+    def decode(self, tensors: StepTensors, *, cuts: bool = True) -> Outcome:
         """A step of one token for each sequence, all on the device."""
         batch = self._batch(tensors, few=len(tensors.rows_B), bounds=(1, self.max_model_len))
         hidden_RD = self._run(tensors, batch)
-        cuts = not shares
-        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts, shares=shares)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=cuts)
 
     def read(self, tensors: StepTensors) -> Outcome:
         """A step of prompts and of sequences that decode, all on the device."""
         bounds = (len(tensors.tokens_T), self.max_model_len)
         hidden_TD = self._run(tensors, self._batch(tensors, few=0, bounds=bounds, mixed=1))
         hidden_RD = hidden_TD[tensors.samples_R]
-        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True, shares=False)
+        return draw(self.model, hidden_RD, tensors, self.last_tokens, cuts=True)
 
     def _run(self, tensors: StepTensors, batch: Batch) -> torch.Tensor:
         """The hidden states of a step; a drafter gets what it needs to go on from there."""
@@ -338,10 +334,11 @@ class ModelRunner:
 
     def _graphs_of(self, sampling: list[Grant]) -> "Graphs[StepTensors, Outcome] | None":
         """Those of steps in which all decode."""
-        sharing, rules = self.sharing_graphs, (self.sampler.rules[one.slot] for one in sampling)
-        if sharing is None or len(sampling) < sharing.sizes[0]:
+        if self.uncut_graphs is None:
             return self.graphs
-        return self.graphs if any(r.truncated or not r.on_device for r in rules) else sharing
+        rules = (self.sampler.rules[one.slot] for one in sampling)
+        cuts = any(rule.truncated for rule in rules if rule.on_device)
+        return self.graphs if cuts else self.uncut_graphs
 
     def _size_with_prompts(self, rows: int) -> Size:
         """Behind all sequences that there can be, one of padding takes the rows that are left."""

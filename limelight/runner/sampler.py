@@ -7,7 +7,7 @@ preemption.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,10 +16,11 @@ import torch
 
 from limelight.ops.noise import plain_uniform
 from limelight.ops.pieces import Cuts
-from limelight.ops.sample import GREEDY_BELOW, sample
-from limelight.parallel.sampling import Share
-from limelight.runner.grammar import Guide, Masks
+from limelight.ops.sample import GREEDY_BELOW
+from limelight.parallel.sampling import Share, sample_share
+from limelight.runner.grammar import Guide
 from limelight.runner.logprobs import NOT_FINITE, Told, Wanted, is_finite, tell
+from limelight.runner.masks import Led, Masks
 from limelight.runner.transfers import sent
 from limelight.types import LogprobsMode, Request, SamplingParams, TokenLogprobs
 
@@ -31,12 +32,25 @@ UNCUT = SamplingParams()
 NO_GRAMMARS: "Mapping[str, xgrammar.CompiledGrammar]" = MappingProxyType({})
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of the vocabulary whose logits are here: `size` tokens from `first` on."""
+
+    first: int
+    size: int
+
+    def places(self, token_ids: Iterable[int]) -> list[int]:
+        """Where those of these tokens lie that are in it."""
+        places = (token_id - self.first for token_id in token_ids)
+        return [place for place in places if 0 <= place < self.size]
+
+
 @dataclass(slots=True)
 class History:
-    """How often each token stands in a sequence's prompt and output, for the penalties."""
+    """How often each token of the span stands in a prompt and its output, for the penalties."""
 
-    in_prompt_V: torch.Tensor  # bool
-    counts_V: torch.Tensor  # FP32, of the output
+    in_prompt_S: torch.Tensor  # bool
+    counts_S: torch.Tensor  # FP32, of the output
 
 
 @dataclass(slots=True)
@@ -44,13 +58,14 @@ class Rules:
     """How one slot's tokens are chosen: its request's parameters as the sampler reads them."""
 
     request: Request
+    span: Span
     output: list[int]  # the tokens made so far
     ends: list[int]  # tokens that are banned until min_tokens have been made
     history: History | None = None
-    allowed_V: torch.Tensor | None = None  # bool
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, values
+    allowed_S: torch.Tensor | None = None  # bool
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # places in the span, values
     guide: Guide | None = None
-    guided: bool = False  # has a guide, here or on the rank that chooses
+    guided: bool = False  # has a guide, here or on rank 0
     # What never changes and is asked for in every step. Whether the logits are used as they are,
     # but for a guide; whether they alone decide, so that the device can choose by itself; whether
     # the likeliest token is taken, or one of some of the likeliest drawn.
@@ -63,7 +78,7 @@ class Rules:
         params = self.request.params
         self.plain = not (
             self.history
-            or self.allowed_V is not None
+            or self.allowed_S is not None
             or self.bias
             or self.request.bad_words
             or params.min_tokens
@@ -72,14 +87,6 @@ class Rules:
         self.greedy = params.temperature < GREEDY_BELOW
         cuts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.truncated = not self.greedy and cuts
-
-    @property
-    def shifts(self) -> bool:
-        """Whether `apply` has something to do, which it may at any time for a guide."""
-        guide = self.guide
-        return not self.plain or (
-            guide is not None and (guide.forced is not None or bool(guide.banned))
-        )
 
     @property
     def reports(self) -> bool:
@@ -101,49 +108,44 @@ class Rules:
         other = copy.copy(self)
         other.output = list(self.output)
         if self.history is not None:
-            other.history = History(self.history.in_prompt_V, self.history.counts_V.clone())
+            other.history = History(self.history.in_prompt_S, self.history.counts_S.clone())
         if self.guide is not None:
             other.guide = self.guide.fork()
         return other
 
-    def apply(self, logits_V: torch.Tensor) -> None:
-        """Ban, shift and penalize, in place; a budget that is used up goes before all else."""
-        params = self.request.params
-        if self.allowed_V is not None:
-            logits_V.masked_fill_(~self.allowed_V, float("-inf"))
+    def apply(self, logits_S: torch.Tensor) -> None:
+        """Ban, shift and penalize, in place."""
+        params, span = self.request.params, self.span
+        if self.allowed_S is not None:
+            logits_S.masked_fill_(~self.allowed_S, float("-inf"))
         if len(self.output) < params.min_tokens and self.ends:
-            logits_V[self.ends] = float("-inf")
+            logits_S[span.places(self.ends)] = float("-inf")
         if self.bias is not None:
-            logits_V.index_add_(0, *self.bias)
+            logits_S.index_add_(0, *self.bias)
         for word in self.request.bad_words:
             before = len(word) - 1
             if before == 0 or self.output[-before:] == word[:-1]:
-                logits_V[word[-1]] = float("-inf")
+                logits_S[span.places(word[-1:])] = float("-inf")
         if self.history is not None:
-            self._penalize(logits_V, self.history)
-        if self.guide is not None:
-            if banned := self.guide.banned:
-                logits_V[banned] = float("-inf")
-            if (forced := self.guide.forced) is not None:
-                logits_V.fill_(float("-inf"))
-                logits_V[forced] = 0.0
+            self._penalize(logits_S, self.history)
 
-    def _penalize(self, logits_V: torch.Tensor, history: History) -> None:
+    def _penalize(self, logits_S: torch.Tensor, history: History) -> None:
         params = self.request.params
-        made_V = history.counts_V > 0
-        repeated_V = made_V | history.in_prompt_V
+        made_S = history.counts_S > 0
+        repeated_S = made_S | history.in_prompt_S
         penalty = params.repetition_penalty
-        lowered_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
-        logits_V.copy_(torch.where(repeated_V, lowered_V, logits_V))
-        logits_V.sub_(history.counts_V, alpha=params.frequency_penalty)
-        logits_V.sub_(made_V.float(), alpha=params.presence_penalty)
+        lowered_S = torch.where(logits_S > 0, logits_S / penalty, logits_S * penalty)
+        logits_S.copy_(torch.where(repeated_S, lowered_S, logits_S))
+        logits_S.sub_(history.counts_S, alpha=params.frequency_penalty)
+        logits_S.sub_(made_S.float(), alpha=params.presence_penalty)
 
     def record(self, token_id: int) -> None:
         self.output.append(token_id)
         if self.guide is not None:
             self.guide.accept(token_id)
         if self.history is not None:
-            self.history.counts_V[token_id] += 1
+            for place in self.span.places([token_id]):
+                self.history.counts_S[place] += 1
 
 
 @dataclass(slots=True)
@@ -176,7 +178,8 @@ class Sampler:
     """Chooses the next token of each row by the rules of its slot.
 
     `grammars` has the compiled constraint of each request that has one, by its id, as long as the
-    request lives. Without `chooses` another rank does, and guides are there alone.
+    request lives. With a `share` of the vocabulary all its ranks choose together, each with the
+    logits of its own tokens; guides are on rank 0 alone.
     """
 
     def __init__(
@@ -186,14 +189,15 @@ class Sampler:
         eos_token_ids: list[int],
         device: torch.device,
         grammars: Mapping[str, "xgrammar.CompiledGrammar"] = NO_GRAMMARS,
-        chooses: bool = True,
+        share: Share | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ):
         self.logprobs_mode = logprobs_mode
-        self.vocab_size, self.device, self.chooses = vocab_size, device, chooses
+        self.vocab_size, self.device, self.share = vocab_size, device, share
+        self.span = Span(0, vocab_size) if share is None else Span(share.first, share.size)
         self.eos_token_ids, self.grammars = eos_token_ids, grammars
         self.rules: dict[int, Rules] = {}
-        self._masks: Masks | None = None
+        self.masks = Masks(vocab_size=vocab_size, device=device, share=share)
 
     def admit(self, slot: int, request: Request, output: list[int]) -> None:
         """Set the rules of a slot; nothing of its former user stays."""
@@ -203,14 +207,16 @@ class Sampler:
             ends += self.eos_token_ids
         budget = None if request.reasoning is None else request.reasoning.budget
         guided = request.constraint is not None or budget is not None
+        has_guides = self.share is None or self.share.mesh.rank == 0
         self.rules[slot] = Rules(
             request=request,
+            span=self.span,
             output=list(output),
             ends=ends,
             history=self._history(request, output) if params.needs_history else None,
-            allowed_V=self._members(params.allowed_token_ids) if params.allowed_token_ids else None,
+            allowed_S=self._members(params.allowed_token_ids) if params.allowed_token_ids else None,
             bias=self._bias(params.logit_bias) if params.logit_bias else None,
-            guide=self._guide(request, output) if guided and self.chooses else None,
+            guide=self._guide(request, output) if guided and has_guides else None,
             guided=guided,
         )
 
@@ -219,19 +225,22 @@ class Sampler:
         return Guide(request, grammar, eos_token_ids=self.eos_token_ids, output=output)
 
     def _members(self, token_ids: list[int]) -> torch.Tensor:
-        members_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-        members_V[torch.tensor(token_ids, device=self.device)] = True
-        return members_V
+        members_S = torch.zeros(self.span.size, dtype=torch.bool, device=self.device)
+        members_S[self._places(token_ids)] = True
+        return members_S
+
+    def _places(self, token_ids: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(self.span.places(token_ids), dtype=torch.int64, device=self.device)
 
     def _bias(self, logit_bias: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.tensor(list(logit_bias), device=self.device)
-        return ids, torch.tensor(list(logit_bias.values()), device=self.device)
+        own = {id_: value for id_, value in logit_bias.items() if self.span.places([id_])}
+        return self._places(own), torch.tensor(list(own.values()), device=self.device)
 
     def _history(self, request: Request, output: list[int]) -> History:
-        counts_V = torch.bincount(
-            torch.tensor(output, dtype=torch.int64), minlength=self.vocab_size
-        ).to(self.device, torch.float32)
-        return History(self._members(request.prompt_token_ids), counts_V)
+        places = torch.tensor(self.span.places(output), dtype=torch.int64)
+        counts_S = torch.bincount(places, minlength=self.span.size)
+        counts_S = counts_S.to(self.device, torch.float32)
+        return History(self._members(request.prompt_token_ids), counts_S)
 
     def choose(
         self,
@@ -250,14 +259,17 @@ class Sampler:
             for rule, position in zip(rules, positions, strict=True)
         ]
         cuts = self.cuts(rules)
-        chosen = sample(processed_PV, temperature_R, self.numbers(numbers), cuts=cuts)
+        numbers_R = self.numbers(numbers)
+        chosen = sample_share(processed_PV, temperature_R, numbers_R, self.share, cuts=cuts)
         token_ids, best_R = (x.tolist() for x in chosen)
         runs = list(map(self.settle, rules, best_R, token_ids))
-        asked = [p for p, rule in enumerate(rules) if rule.reports and runs[p].token_ids]
+        # All ranks have to tell of the same rows, also where a guide, which not all have, refuses.
+        asked = [p for p, rule in enumerate(rules) if rule.reports]
         ids = [token_ids[p] for p in asked]
         told = self.reports(logits_RV, processed_PV, rules, asked, ids, rows=rows)
         for p, report in zip(asked, told, strict=True):
-            runs[p].tell([report])
+            if runs[p].token_ids:
+                runs[p].tell([report])
         return runs
 
     def settle(self, rule: Rules, best: float, token_id: int) -> Run:
@@ -279,26 +291,25 @@ class Sampler:
     ) -> torch.Tensor:
         """The first rows of logits, or `rows`, as each one's rule leaves them; a copy, unless all
         leave them alone."""
-        shifting = [p for p, rule in enumerate(rules) if rule.shifts]
-        guided = {p: rule.guide for p, rule in enumerate(rules) if rule.guide is not None}
-        guided = {p: guide for p, guide in guided.items() if guide.needs_mask}
+        shifting = [p for p, rule in enumerate(rules) if not rule.plain]
+        led = [
+            Led.by(rule.guide, p, constrained=rule.request.constraint is not None)
+            for p, rule in enumerate(rules)
+            if rule.guided or rule.guide is not None
+        ]
+        led = [one for one in led if one.speaks or self.share is not None]
         if rows is not None:
             processed_PV = logits_RV[sent(rows, torch.int64, self.device)]
-        elif shifting or guided:
+        elif shifting or led:
             processed_PV = logits_RV[: len(rules)].clone()
         else:
             return logits_RV[: len(rules)]
-        if guided:
-            self._mask(processed_PV, guided)
+        self.masks.mask(processed_PV, led)
         for p in shifting:
             rules[p].apply(processed_PV[p])
+        # A budget that is used up goes before all else.
+        self.masks.force(processed_PV, led)
         return processed_PV
-
-    def _mask(self, logits_RV: torch.Tensor, guided: dict[int, Guide]) -> None:
-        """Leave the rows of some guides, in place, what their grammars allow."""
-        if self._masks is None:
-            self._masks = Masks(vocab_size=self.vocab_size, device=self.device)
-        self._masks.apply(logits_RV, list(guided), self._masks.fill(list(guided.values())))
 
     def cut_offs(self, rules: list[Rules]) -> list[tuple[str, list[int] | list[float], float]]:
         """Each kind's name, its numbers by row, and the one that cuts nothing off, in all rows
@@ -351,7 +362,6 @@ class Sampler:
         rows_X: torch.Tensor,
         tokens_X: torch.Tensor,
         rules: list[Rules],
-        share: Share | None = None,
     ) -> Told:
         """The same while the device may still make the tokens, from logits that are raw or
         processed as the mode wants them; the rest as `logprobs.tell`."""
@@ -363,4 +373,6 @@ class Sampler:
             cuts=None if raw else self.cuts(rules),
             as_logits=self.logprobs_mode.endswith("logits"),
         )
-        return tell(logits_RV, rows_X, tokens_X, wanted, vocab_size=self.vocab_size, share=share)
+        return tell(
+            logits_RV, rows_X, tokens_X, wanted, vocab_size=self.vocab_size, share=self.share
+        )

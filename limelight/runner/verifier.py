@@ -4,19 +4,15 @@ Row i of a sequence is judged as if the i drafts before it were output. Drafts t
 not let follow are taken out before they are judged, with all behind them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
-from limelight.ops.verify import (
-    NOTHING,
-    Proposals,
-    Verified,
-    verify_by,
-    verify_by_odds,
-    verify_greedy,
-)
+from limelight.ops.verify import NOTHING, Proposals, Verified
+from limelight.parallel.collectives import from_first
+from limelight.parallel.verifying import judge_by, judge_by_odds, judge_greedy
 from limelight.runner.launched import PackedRows
 from limelight.runner.sampler import Rules, Run, Sampler
 
@@ -66,15 +62,21 @@ class Verifier:
         `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
         acceptance is synthetic.
         """
-        tries, counts, judged = [], [], []
+        tries: list[Rules] = []
+        follow: list[tuple[int, int]] = []
         for offer in offers:
-            rules, count, shown = self._tries(offer)
+            rules, *most = self._tries(offer)
             tries += rules
-            counts.append(count)
-            # A drawn draft is refused by its chance, not by what it is: the first that may not
-            # follow is judged too.
-            drawn = proposals is not None and odds_BN is None
-            judged.append(offer.drafts[: shown if drawn else count])
+            follow.append((most[0], most[1]))
+        follow = self._told(offers, follow)
+        counts = [count for count, _ in follow]
+        # A drawn draft is refused by its chance, not by what it is: the first that may not follow
+        # is judged too.
+        drawn = proposals is not None and odds_BN is None
+        judged = [
+            offer.drafts[: shown if drawn else count]
+            for offer, (count, shown) in zip(offers, follow, strict=True)
+        ]
         processed_PV = self.sampler.processed(logits_RV, tries, rows)
         verified = self._verify(processed_PV, offers, judged, proposals, odds_BN)
         each = zip(
@@ -90,16 +92,43 @@ class Verifier:
             )
             for offer, count, tokens, accepted, best in each
         }
-        told = [offer for offer in offers if self.sampler.rules[offer.slot].reports]
-        at = [offer.first + i for offer in told for i in range(len(runs[offer.slot].token_ids))]
-        token_ids = [token_id for offer in told for token_id in runs[offer.slot].token_ids]
+        self._report(runs, logits_RV, processed_PV, offers, tries, verified, rows)
+        return runs
+
+    def _report(
+        self,
+        runs: dict[int, Run],
+        logits_RV: torch.Tensor,
+        processed_PV: torch.Tensor,
+        offers: list[Offer],
+        tries: list[Rules],
+        verified: Verified,
+        rows: list[int] | None,
+    ) -> None:
+        """Give the runs the log-probabilities that they tell. All ranks ask for the same rows,
+        also of what a guide, which not all have, then refuses."""
+        made = zip(offers, verified.tokens_BQ.tolist(), verified.accepted_B.tolist(), strict=True)
+        told = [
+            (offer, tokens[: accepted + 1])
+            for offer, tokens, accepted in made
+            if self.sampler.rules[offer.slot].reports
+        ]
+        at = [offer.first + i for offer, tokens in told for i in range(len(tokens))]
+        token_ids = [token_id for _, tokens in told for token_id in tokens]
         reports = iter(
             self.sampler.reports(logits_RV, processed_PV, tries, at, token_ids, rows=rows)
         )
-        for offer in told:
+        for offer, tokens in told:
             run = runs[offer.slot]
-            run.tell(list(islice(reports, len(run.token_ids))))
-        return runs
+            run.tell(list(islice(reports, len(tokens)))[: len(run.token_ids)])
+
+    def _told(self, offers: list[Offer], follow: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """How many drafts may follow, by the guides, which rank 0 has."""
+        share = self.sampler.share
+        if share is None or not any(self.sampler.rules[offer.slot].guided for offer in offers):
+            return follow
+        follow_P2 = from_first(self._integers(follow), share.mesh)
+        return [(count, shown) for count, shown in follow_P2.tolist()]
 
     def _tries(self, offer: Offer) -> tuple[list[Rules], int, int]:
         """The rule of each row, how many of the drafts may follow at all, and the same with the
@@ -132,24 +161,25 @@ class Verifier:
         drafts = [ids + [NOTHING] * (most - len(ids)) for ids in judged]
         starts_B = self._integers([offer.first for offer in offers] + [len(logits_RV)]).int()
         drafts_BN = self._integers(drafts).view(len(offers), most)
+        share = self.sampler.share
         if odds_BN is not None:
-            return verify_by_odds(
+            return judge_by_odds(
                 logits_RV, starts_B, drafts_BN, odds_BN,
                 self._integers([rule.request.seed for rule in rules]),
-                self._integers([offer.position for offer in offers]),
+                self._integers([offer.position for offer in offers]), share,
             )  # fmt: skip
         if all(rule.greedy for rule in rules):
-            return verify_greedy(logits_RV, starts_B, drafts_BN)
+            return judge_greedy(logits_RV, starts_B, drafts_BN, share)
         params = [rule.request.params for rule in rules]
-        return verify_by(
+        return judge_by(
             proposals, logits_RV, starts_B, drafts_BN,
             self.sampler.numbers([p.temperature for p in params]),
             self._integers([rule.request.seed for rule in rules]),
-            self._integers([offer.position for offer in offers]),
+            self._integers([offer.position for offer in offers]), share,
             cuts=self.sampler.cuts(rules),
         )  # fmt: skip
 
-    def _integers(self, values: list[int] | list[list[int]]) -> torch.Tensor:
+    def _integers(self, values: Sequence[int | Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.sampler.device)
 
     def _settle(self, offer: Offer, run: Run, best: float, tried: Rules) -> Run:
