@@ -51,7 +51,7 @@ def _row_sums(
 
 
 @triton.jit
-def _shares(
+def shares_of(
     logits, piece_best, cut_R, last_R, row_X, v_X, real_X, best_X, total_X, warmth, least,
     stride, V, pieces, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def _shares(
 
 
 @triton.jit
-def _proposed(
+def proposed(
     ids, scores, first, V, warmth, greedy_below,
     N: tl.constexpr, K: tl.constexpr, QB: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _proposed(
 
 
 @triton.jit
-def _left_of_pieces(
+def left_of_pieces(
     id_K, q_K, w_K, p_K, sum_P, scale_P, KB: tl.constexpr, PIECE: tl.constexpr
 ):  # fmt: skip
     """max(p - q, 0) of each piece, of its sum and those of the candidates in it."""
@@ -117,15 +117,57 @@ def _piece_weights(
     scale_P = tl.exp((best_P - best) / warmth).to(tl.float64) / total
     scale_P = tl.where(sum_P > 0, scale_P, 0.0)
     real_K = (id_K >= 0) & (id_K < V)
-    w_K, p_K = _shares(
+    w_K, p_K = shares_of(
         logits, piece_best, cut_R, last_R, row + tl.zeros(id_K.shape, tl.int32), id_K, real_K,
         best, total, warmth, least, stride, V, pieces, PIECE,
     )  # fmt: skip
     id_K = tl.where(real_K, id_K, -1)
-    left_P = _left_of_pieces(id_K, q_K, w_K, p_K, sum_P, scale_P, KB, PIECE)
+    left_P = left_of_pieces(id_K, q_K, w_K, p_K, sum_P, scale_P, KB, PIECE)
     # Rounding can leave nothing where p and q are the same.
     less = refused & (tl.sum(left_P, axis=0) > 0)
     return tl.where(less, left_P, sum_P * scale_P), less, scale_P
+
+
+@triton.jit
+def token_of(
+    logits, piece_best, piece_sum, cut_R, last_R, row, id_K, q_K, refused, number, best, token,
+    total, warmth, least, stride, V, pieces,
+    K: tl.constexpr, KB: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The token whose interval of what it is drawn by holds the number; `token` where nothing is.
+
+    That is max(p - q, 0) in a `refused` draft's place, else p.
+    """
+    weight_P, less, scale_P = _piece_weights(
+        logits, piece_best, piece_sum, cut_R, last_R, row, id_K, q_K, refused, best, total,
+        warmth, least, stride, V, pieces, KB, PIECES, PIECE,
+    )  # fmt: skip
+    target = number * tl.sum(weight_P, axis=0)
+    piece, before = inverted(weight_P, target)
+    v = piece * PIECE + tl.arange(0, PIECE)
+    z_V = logits_at(logits, row, v, stride, V, None)
+    w_V = weight_of(z_V, tl.load(piece_best + row * pieces + piece), warmth)
+    if cut_R is not None:
+        cut, last = tl.load(cut_R + row), tl.load(last_R + row)
+        w_V = tl.where(kept(z_V, v, best, warmth, cut, last, least), w_V, 0.0)
+    here = tl.arange(0, PIECES) == piece
+    w_V = w_V.to(tl.float64) * tl.sum(tl.where(here, scale_P, 0.0), axis=0)
+    if less:
+        for k in range(K):
+            mine_K = tl.arange(0, KB) == k
+            candidate = tl.sum(tl.where(mine_K, id_K, 0), axis=0)
+            w_V -= tl.where(v == candidate, tl.sum(tl.where(mine_K, q_K, 0.0), axis=0), 0.0)
+        w_V = tl.maximum(w_V, 0.0)
+    # Sums in another order may end just above the target, or find where nothing is.
+    chosen = piece * PIECE + inverted(w_V, tl.maximum(target - before, 0.0))[0]
+    return tl.where(tl.max(w_V, axis=0) > 0, chosen, token)
+
+
+@triton.jit
+def number_behind(seed, position, refused):
+    """For kernels: what a token is drawn with, in a refused draft's place or behind all; FP64."""
+    use = tl.where(refused, _RESIDUAL, _PLAIN)
+    return number_of(seed, position, use.to(tl.int64)).to(tl.float32).to(tl.float64)
 
 
 @triton.jit
@@ -136,31 +178,11 @@ def _drawn(
 ):  # fmt: skip
     """The token behind those that stand, where the sequence has rows and samples."""
     if exists & (warmth >= greedy_below):
-        use = tl.where(refused, _RESIDUAL, _PLAIN)
-        number = number_of(seed, position, use.to(tl.int64)).to(tl.float32).to(tl.float64)
-        weight_P, less, scale_P = _piece_weights(
-            logits, piece_best, piece_sum, cut_R, last_R, row, id_K, q_K, refused, best, total,
-            warmth, least, stride, V, pieces, KB, PIECES, PIECE,
+        token = token_of(
+            logits, piece_best, piece_sum, cut_R, last_R, row, id_K, q_K, refused,
+            number_behind(seed, position, refused), best, token, total, warmth, least,
+            stride, V, pieces, K, KB, PIECES, PIECE,
         )  # fmt: skip
-        target = number * tl.sum(weight_P, axis=0)
-        piece, before = inverted(weight_P, target)
-        v = piece * PIECE + tl.arange(0, PIECE)
-        z_V = logits_at(logits, row, v, stride, V, None)
-        w_V = weight_of(z_V, tl.load(piece_best + row * pieces + piece), warmth)
-        if cut_R is not None:
-            cut, last = tl.load(cut_R + row), tl.load(last_R + row)
-            w_V = tl.where(kept(z_V, v, best, warmth, cut, last, least), w_V, 0.0)
-        here = tl.arange(0, PIECES) == piece
-        w_V = w_V.to(tl.float64) * tl.sum(tl.where(here, scale_P, 0.0), axis=0)
-        if less:
-            for k in range(K):
-                mine_K = tl.arange(0, KB) == k
-                candidate = tl.sum(tl.where(mine_K, id_K, 0), axis=0)
-                w_V -= tl.where(v == candidate, tl.sum(tl.where(mine_K, q_K, 0.0), axis=0), 0.0)
-            w_V = tl.maximum(w_V, 0.0)
-        # Sums in another order may end just above the target, or find where nothing is.
-        chosen = piece * PIECE + inverted(w_V, tl.maximum(target - before, 0.0))[0]
-        token = tl.where(tl.max(w_V, axis=0) > 0, chosen, token)
     return token
 
 
@@ -199,9 +221,9 @@ def _judge_kernel(
     stands_Q = real_Q & (best_Q > float("-inf")) & (token_Q == d_Q)
     if SAMPLED:
         seed, position = tl.load(seeds + b), tl.load(positions + b).to(tl.int64)
-        id_QK, q_QK = _proposed(ids, scores, slot * N, V, warmth, greedy_below, N, K, QB, KB)
+        id_QK, q_QK = proposed(ids, scores, slot * N, V, warmth, greedy_below, N, K, QB, KB)
         q_Q = tl.sum(tl.where(id_QK == d_Q[:, None], q_QK, 0.0), axis=1)
-        _w_Q, p_Q = _shares(
+        _w_Q, p_Q = shares_of(
             logits, piece_best, cut_R, last_R, row_Q, d_Q, real_Q, best_Q, total_Q, warmth, least,
             stride, V, pieces, PIECE,
         )  # fmt: skip
@@ -227,6 +249,35 @@ def _judge_kernel(
     tl.store(tokens + b * (N + 1) + i, token_Q.to(tl.int64), mask=i <= N)
     tl.store(accepted + b, count.to(tl.int64))
     tl.store(best_B + b, tl.where(rows > 0, best, 0.0))
+
+
+def launch_tokens(
+    token_R: torch.Tensor,
+    best_R: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    vocabulary: int,
+    slots_B: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `launch`, where a draft has to be its row's token (int64), with best logits by row."""
+    (sequences, drafts), device = drafts_BN.shape, best_R.device
+    _check(starts_B, drafts_BN, None, None, slots_B)
+    assert token_R.dtype == torch.int64 and best_R.dtype == torch.float32
+    assert token_R.is_contiguous() and best_R.is_contiguous()
+    sequences = sequences if slots_B is None else len(slots_B)
+    accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
+    tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
+    best_B = torch.empty(sequences, dtype=torch.float32, device=device)
+    if sequences:
+        # A row is as one of a single piece, whose best is known.
+        made = (best_R, token_R, None, None, None)
+        _judge_kernel[(sequences,)](
+            best_R, starts_B, drafts_BN, slots_B, None, *(None,) * 6, *made,
+            accepted_B, tokens_BQ, best_B, 1, vocabulary, 1, 0.0,
+            N=drafts, K=1, QB=next_power_of_2(drafts + 1), KB=1, PIECES=1, PIECE=PIECE,
+            SAMPLED=False, num_warps=1, **pdl(best_R),
+        )  # fmt: skip
+    return accepted_B, tokens_BQ, best_B
 
 
 def launch(
@@ -271,10 +322,11 @@ def launch(
 
 @triton.jit
 def _by_odds_kernel(
-    logits, starts, drafts, slots, odds, seeds, positions, accepted, tokens, best_B, stride, V,
+    logits, token_R, best_R, starts, drafts, slots, odds, seeds, positions, accepted, tokens,
+    best_B, stride, V,
     N: tl.constexpr, QB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, whose last row alone is read."""
+    """One sequence, whose last row alone is read, unless the best of all rows are known."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -292,12 +344,16 @@ def _by_odds_kernel(
     count = tl.min(tl.where(stands_Q, QB, i), axis=0)
     best, token = float("-inf"), 0
     if rows > 0:
-        for first in range(0, V, BLOCK):
-            z_V = logits_at(logits, start + count, first + tl.arange(0, BLOCK), stride, V, None)
-            top, at = best_of(z_V, 0)
-            better = (top > best) | ((top != top) & (best == best))
-            token = tl.where(better, first + at, token)
-            best = tl.where(better, top, best)
+        if token_R is not None:
+            token = tl.load(token_R + start + count).to(tl.int32)
+            best = tl.load(best_R + start + count)
+        else:
+            for first in range(0, V, BLOCK):
+                z_V = logits_at(logits, start + count, first + tl.arange(0, BLOCK), stride, V, None)
+                top, at = best_of(z_V, 0)
+                better = (top > best) | ((top != top) & (best == best))
+                token = tl.where(better, first + at, token)
+                best = tl.where(better, top, best)
     token_Q = tl.where(i < count, d_Q, tl.where((i == count) & (rows > 0), token, -1))
     tl.store(tokens + b * (N + 1) + i, token_Q.to(tl.int64), mask=i <= N)
     tl.store(accepted + b, count.to(tl.int64))
@@ -305,28 +361,37 @@ def _by_odds_kernel(
 
 
 def launch_by_odds(
-    logits_RV: torch.Tensor,
+    logits_RV: torch.Tensor | None,
     starts_B: torch.Tensor,
     drafts_BN: torch.Tensor,
     odds_BN: torch.Tensor,
     places: tuple[torch.Tensor, torch.Tensor],
     slots_B: torch.Tensor | None,
+    *,
+    vocabulary: int,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `launch`, for drafts that stand by their log odds; `places` are seeds and positions."""
-    drafts, device, sequences = drafts_BN.shape[1], logits_RV.device, len(starts_B) - 1
+    """As `launch`, for drafts that stand by their log odds; `places` are seeds and positions.
+
+    Instead of logits, each row's `best` token (int64) and its logit do.
+    """
+    drafts, device, sequences = drafts_BN.shape[1], drafts_BN.device, len(starts_B) - 1
     _check(starts_B, drafts_BN, None, None, slots_B)
     assert odds_BN.shape == drafts_BN.shape and odds_BN.is_contiguous()
-    assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+    stride = 0
+    if logits_RV is not None:
+        assert logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+        stride = logits_RV.stride(0)
     assert all(x.shape == (sequences,) and x.is_contiguous() for x in places)
     accepted_B = torch.empty(sequences, dtype=torch.int64, device=device)
     tokens_BQ = torch.empty(sequences, drafts + 1, dtype=torch.int64, device=device)
     best_B = torch.empty(sequences, dtype=torch.float32, device=device)
     if sequences:
         _by_odds_kernel[(sequences,)](
-            logits_RV, starts_B, drafts_BN, slots_B, odds_BN, *places, accepted_B, tokens_BQ,
-            best_B, logits_RV.stride(0), logits_RV.shape[1],
+            logits_RV, *(best or (None, None)), starts_B, drafts_BN, slots_B, odds_BN, *places,
+            accepted_B, tokens_BQ, best_B, stride, vocabulary,
             N=drafts, QB=next_power_of_2(drafts + 1), BLOCK=4 * PIECE, num_warps=8,
-            **pdl(logits_RV),
+            **pdl(drafts_BN),
         )  # fmt: skip
     return accepted_B, tokens_BQ, best_B
 

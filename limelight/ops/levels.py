@@ -28,12 +28,13 @@ BITS, BINS = 8, 256
 SHIFTS = (24, 16, 8, 0)
 LEVELS = 2.0**32
 # A bin holds how many, and behind that the sum of their weights as shares of its first level's.
-COUNTED, WEIGHED = 44, 25
+COUNTED = 44
+ONE, WEIGHT = 1 << COUNTED, 2.0**25
 MOST_TOKENS = 1 << 19
 # In temperatures; more where the last place of the best logit is worth more than that.
 REACH, LAST_PLACES = 104.0, 2.0**-20
 UNBOUNDED = 2.0**40
-_LEVELS, _COUNTED, _WEIGHED = (tl.constexpr(x) for x in (LEVELS, COUNTED, WEIGHED))
+_LEVELS, _COUNTED, _ONE, _WEIGHT = (tl.constexpr(x) for x in (LEVELS, COUNTED, ONE, WEIGHT))
 _REACH, _LAST_PLACES, _UNBOUNDED = (tl.constexpr(x) for x in (REACH, LAST_PLACES, UNBOUNDED))
 
 
@@ -47,8 +48,8 @@ class Levels:
     @property
     def reach_R(self) -> torch.Tensor:
         """FP64."""
-        best_R, warmth_R = self.best_R.double().abs(), self.warmth_R.double()
-        return torch.maximum(warmth_R * REACH, best_R * LAST_PLACES)
+        best_R = torch.where(self.best_R.isfinite(), self.best_R.double().abs(), 0.0)
+        return torch.maximum(self.warmth_R.double() * REACH, best_R * LAST_PLACES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,9 @@ def tally_reference(
     inside_RS = there_RS & (bin_RS >> BITS == level_R[:, None] >> (shift + BITS))
     kept_RS = there_RS & (torch.exp((logits_RS - best_R1) / warmth_R1) >= min_p_R[:, None])
     rest_RS = (place_RS - (bin_RS << shift)) * (reach_R1 / LEVELS)
-    share_RS = torch.exp(-(rest_RS.float() / warmth_R1)) * 2.0**WEIGHED
+    share_RS = torch.exp(-(rest_RS.float() / warmth_R1)) * WEIGHT
     share_RS = torch.where(inside_RS & kept_RS, share_RS + 0.5, 0.0).long()
-    found_RS = torch.where(inside_RS, (1 << COUNTED) + share_RS, 0)
+    found_RS = torch.where(inside_RS, ONE + share_RS, 0)
     tally_RB = torch.zeros(len(logits_RS), BINS, dtype=torch.int64, device=logits_RS.device)
     tally_RB.scatter_add_(1, bin_RS & (BINS - 1), found_RS)
     return tally_RB, kept_RS.sum(dim=1)
@@ -98,7 +99,9 @@ def tally_reference(
 
 @triton.jit
 def _reach(best, warmth):
-    return tl.maximum(warmth.to(tl.float64) * _REACH, tl.abs(best.to(tl.float64)) * _LAST_PLACES)
+    size = tl.abs(best.to(tl.float64))
+    size = tl.where(size < float("inf"), size, 0.0)
+    return tl.maximum(warmth.to(tl.float64) * _REACH, size * _LAST_PLACES)
 
 
 @triton.jit
@@ -121,12 +124,11 @@ def _tally_kernel(
     inside_V = there_V & ((bin_V >> BITS) == (tl.load(level_R + row) >> (SHIFT + BITS)))
     kept_V = there_V & (weight_of(z_V, best, warmth) >= tl.load(min_p + row).to(tl.float32))
     rest_V = (place_V - (bin_V << SHIFT).to(tl.float64)) * (reach / _LEVELS)
-    share_V = tl.exp(-(rest_V.to(tl.float32) / warmth)) * (1 << _WEIGHED)
+    share_V = tl.exp(-(rest_V.to(tl.float32) / warmth)) * _WEIGHT
     share_V = tl.where(inside_V & kept_V, share_V + 0.5, 0.0).to(tl.int64)
-    one = tl.full((1,), 1, tl.int64) << _COUNTED
     # Integers, so that the order of adding leaves no trace.
     at_V = tally + row * (1 << BITS) + (bin_V & ((1 << BITS) - 1))
-    tl.atomic_add(at_V, share_V + one, mask=inside_V, sem="relaxed")
+    tl.atomic_add(at_V, share_V + _ONE, mask=inside_V, sem="relaxed")
     tl.atomic_add(kept + row, tl.sum(kept_V.to(tl.int64), axis=0), sem="relaxed")
 
 
@@ -166,11 +168,11 @@ def narrow_reference(
 ) -> Window:
     """The bin in which the cut-offs end: the last one with fewer than top-k logits above it, and
     less than `most_weight_R` (FP64). Of a single level those that are left count as above it."""
-    count_NRB, share_NRB = tally_NRB >> COUNTED, tally_NRB & ((1 << COUNTED) - 1)
+    count_NRB, share_NRB = tally_NRB >> COUNTED, tally_NRB & (ONE - 1)
     b_B = torch.arange(BINS, device=tally_NRB.device)
     first_RB = window.level_R[:, None] + (b_B << shift)
     distance_RB = first_RB * (levels.reach_R / LEVELS)[:, None]
-    each_RB = torch.exp(-(distance_RB / levels.warmth_R[:, None])) * 2.0**-WEIGHED
+    each_RB = torch.exp(-(distance_RB / levels.warmth_R[:, None])) / WEIGHT
     weight_NRB = share_NRB * each_RB
     count_RB, weight_RB = count_NRB.sum(dim=0), share_NRB.sum(dim=0) * each_RB
     above_RB = window.above_NR.sum(dim=0)[:, None] + count_RB.cumsum(dim=1) - count_RB
@@ -200,7 +202,7 @@ def narrow_reference(
     return Window(level_R, above_NR + taken_NR, weight_NR + more_NR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _narrow_kernel(
     tally, level_R, above, weight, best_R, warmth_R, top_k, most_weight,
     level_to, above_to, weight_to, rows, RANKS: tl.constexpr, SHIFT: tl.constexpr,
@@ -215,8 +217,7 @@ def _narrow_kernel(
     reach = _reach(tl.load(best_R + row), tl.load(warmth_R + row))
     level = tl.load(level_R + row)
     distance_B = (level + (b.to(tl.int64) << SHIFT)).to(tl.float64) * (reach / _LEVELS)
-    each_B = tl.exp(-(distance_B / warmth)) * (1.0 / (1 << _WEIGHED))
-    low = (tl.full((1,), 1, tl.int64) << _COUNTED) - 1
+    each_B = tl.exp(-(distance_B / warmth)) / _WEIGHT
     # The fields of a sum are the sums of the fields.
     sum_B = tl.zeros((1 << BITS,), tl.int64)
     over, heavier = level * 0, warmth * 0.0
@@ -224,7 +225,7 @@ def _narrow_kernel(
         sum_B += tl.load(tally + ((rank * rows + row) << BITS) + b)
         over += tl.load(above + rank * rows + row)
         heavier += tl.load(weight + rank * rows + row)
-    count_B, weight_B = sum_B >> _COUNTED, (sum_B & low).to(tl.float64) * each_B
+    count_B, weight_B = sum_B >> _COUNTED, (sum_B & (_ONE - 1)).to(tl.float64) * each_B
     above_B = over + tl.cumsum(count_B, axis=0) - count_B
     most = tl.maximum(tl.load(top_k + row).to(tl.int64), 1)
     room_B = most - above_B
@@ -242,7 +243,7 @@ def _narrow_kernel(
     room = tl.minimum(room, tl.sum(tl.where(here_B, room_B, 0), axis=0))
     for rank in range(RANKS):
         tally_B = tl.load(tally + ((rank * rows + row) << BITS) + b)
-        count_B, weight_B = tally_B >> _COUNTED, (tally_B & low).to(tl.float64) * each_B
+        count_B, weight_B = tally_B >> _COUNTED, (tally_B & (_ONE - 1)).to(tl.float64) * each_B
         to = rank * rows + row
         more = tl.load(above + to) + tl.sum(tl.where(b < at, count_B, 0), axis=0)
         total = tl.load(weight + to) + tl.sum(tl.where(b < at, weight_B, 0.0), axis=0)

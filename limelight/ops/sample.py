@@ -224,35 +224,3 @@ def draw(
 
 
 sample = op(reference=sample_reference, kernel=_launch_sample)
-
-
-def mass_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row the largest logit FP32, NaN if one is NaN, its first index, and FP64
-
-        sum of exp((z - best) / temperature)
-
-    which means nothing where the temperature counts as 0; 0 without a finite logit. All [R].
-    """
-    best_R, at_R = logits_RV.max(dim=-1)
-    warmth_R1 = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)[:, None]
-    weight_RV = torch.exp((logits_RV - best_R[:, None]) / warmth_R1)
-    weight_R = weight_RV.double().sum(dim=-1)
-    return best_R, at_R, torch.where(best_R == float("-inf"), 0.0, weight_R)
-
-
-def _launch_mass(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    made = pieces.launch(logits_RV, temperature_R, greedy_below=GREEDY_BELOW)
-    best_R, piece_R = made.best_RP.max(dim=-1)
-    warmth_R1 = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0)[:, None]
-    share_RP = torch.exp((made.best_RP - best_R[:, None]) / warmth_R1).double()
-    # A piece without a finite logit has no weight.
-    weight_RP = torch.where(made.best_RP == float("-inf"), 0.0, made.sum_RP * share_RP)
-    at_R = made.at_RP.gather(1, piece_R[:, None])[:, 0].long()
-    return best_R, at_R, weight_RP.sum(dim=-1)
-
-
-mass = op(reference=mass_reference, kernel=_launch_mass)

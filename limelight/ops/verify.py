@@ -23,10 +23,12 @@ FP64. Nothing waits for the device, and no shape depends on what was drafted.
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from limelight.ops import judge, op, pieces
-from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, uniform
-from limelight.ops.pieces import Cuts
+from limelight.ops import judge, op, pdl, pieces
+from limelight.ops.noise import ACCEPT, PLAIN, RESIDUAL, number_of, uniform
+from limelight.ops.pieces import Cuts, sequence_of
 from limelight.ops.sample import GREEDY_BELOW, Places, draw, invert, probabilities
 
 NOTHING = -1  # in the place of a draft or a token
@@ -444,16 +446,100 @@ def _launch_verify_by_odds(
 ) -> Verified:
     places = (seed_B, position_B)
     return Verified(
-        *judge.launch_by_odds(logits_RV, starts_B, drafts_BN, odds_BN.contiguous(), places, slots_B)
-    )
+        *judge.launch_by_odds(
+            logits_RV, starts_B, drafts_BN, odds_BN.contiguous(), places, slots_B,
+            vocabulary=logits_RV.shape[1],
+        )
+    )  # fmt: skip
+
+
+def _launch_verify_tokens(
+    token_R: torch.Tensor,
+    best_R: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    *,
+    vocabulary: int,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    return Verified(*judge.launch_tokens(token_R, best_R, starts_B, drafts_BN, vocabulary, slots_B))
+
+
+def _launch_verify_tokens_by_odds(
+    token_R: torch.Tensor,
+    best_R: torch.Tensor,
+    starts_B: torch.Tensor,
+    drafts_BN: torch.Tensor,
+    odds_BN: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    vocabulary: int,
+    slots_B: torch.Tensor | None = None,
+) -> Verified:
+    return Verified(
+        *judge.launch_by_odds(
+            None, starts_B, drafts_BN, odds_BN.contiguous(), (seed_B, position_B), slots_B,
+            vocabulary=vocabulary, best=(token_R, best_R),
+        )
+    )  # fmt: skip
+
+
+@triton.jit
+def _each_row_kernel(
+    starts, temperature, seeds, positions, top_k, top_p, min_p, temperature_R, uniform_R, top_k_R,
+    top_p_R, min_p_R, sequences, SEQUENCES: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    b = tl.minimum(sequence_of(starts, row, sequences, SEQUENCES), sequences - 1)
+    at = tl.load(positions + b).to(tl.int64) + (row - tl.load(starts + b))
+    number = number_of(tl.load(seeds + b), at, at * 0 + PLAIN)
+    tl.store(uniform_R + row, number.to(tl.float32))
+    tl.store(temperature_R + row, tl.load(temperature + b))
+    if top_k is not None:
+        tl.store(top_k_R + row, tl.load(top_k + b))
+        tl.store(top_p_R + row, tl.load(top_p + b))
+        tl.store(min_p_R + row, tl.load(min_p + b))
+
+
+def _launch_each_row(
+    starts_B: torch.Tensor,
+    temperature_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    *,
+    cuts: Cuts | None,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, Cuts | None]:
+    sequences, device = len(starts_B) - 1, starts_B.device
+    own = (None, None, None) if cuts is None else cuts.arguments
+    per_B = (temperature_B, seed_B, position_B, *own)
+    assert all(x is None or x.shape == (sequences,) and x.is_contiguous() for x in per_B)
+    assert seed_B.dtype == torch.int64 and starts_B.is_contiguous()
+    temperature_R = torch.empty(rows, dtype=temperature_B.dtype, device=device)
+    uniform_R = torch.empty(rows, dtype=torch.float32, device=device)
+    cuts_R = None
+    if cuts is not None:
+        cuts_R = Cuts(*(x_B.new_empty(rows) for x_B in cuts.arguments))
+    if rows:
+        bound, block = pieces.bounds_of(sequences, packed=True)
+        _each_row_kernel[(rows,)](
+            starts_B, *per_B, temperature_R, uniform_R,
+            *((None, None, None) if cuts_R is None else cuts_R.arguments), bound,
+            SEQUENCES=block, PLAIN=PLAIN, num_warps=1, **pdl(starts_B),
+        )  # fmt: skip
+    return temperature_R, uniform_R, cuts_R
 
 
 verify_greedy = op(reference=verify_greedy_reference, kernel=_launch_verify_greedy)
 verify_drawn = op(reference=verify_drawn_reference, kernel=_launch_verify_drawn)
 verify = op(reference=verify_reference, kernel=_launch_verify)
 verify_by_odds = op(reference=verify_by_odds_reference, kernel=_launch_verify_by_odds)
-verify_tokens = op(reference=verify_tokens_reference, kernel=verify_tokens_reference)
+verify_tokens = op(reference=verify_tokens_reference, kernel=_launch_verify_tokens)
 verify_tokens_by_odds = op(
-    reference=verify_tokens_by_odds_reference, kernel=verify_tokens_by_odds_reference
+    reference=verify_tokens_by_odds_reference, kernel=_launch_verify_tokens_by_odds
 )
-each_row = op(reference=each_row_reference, kernel=each_row_reference)
+each_row = op(reference=each_row_reference, kernel=_launch_each_row)

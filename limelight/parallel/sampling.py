@@ -10,15 +10,15 @@ on the vocabulary in size: a row has 24 bytes in the first, 2,048 in each of the
 last.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from limelight.ops import cdiv
-from limelight.ops.judge_shares import Known, holding
 from limelight.ops.levels import MOST_TOKENS, SHIFTS, Levels, Window, is_cut, narrow, tally
 from limelight.ops.pieces import Cuts
-from limelight.ops.sample import GREEDY_BELOW, mass, sample
+from limelight.ops.sample import GREEDY_BELOW, sample
+from limelight.ops.shares import Known, holding, mass, meet
 from limelight.ops.standing import standing
 from limelight.ops.topk import top_tokens
 from limelight.parallel.collectives import all_reduce, stacked
@@ -43,25 +43,18 @@ def look(
     logits_RS: torch.Tensor, temperature_R: torch.Tensor, share: Share, *, cuts: Cuts | None = None
 ) -> Known:
     """Of this rank's FP32 logits, on every rank the same but for what is its own."""
-    best_R, at_R, weight_R = mass(logits_RS, temperature_R)
-    own_3R = torch.stack((best_R.double(), (share.first + at_R).double(), weight_R))
-    best_NR, at_NR, weight_NR = stacked(own_3R, share.mesh).unbind(1)
-    top_R, rank_R = best_NR.max(dim=0)
-    greedy_R = at_NR.gather(0, rank_R[None])[0].long()
-    warmth_R = torch.where(temperature_R >= GREEDY_BELOW, temperature_R, 1.0).float()
-    weight_NR = torch.where(weight_NR > 0, weight_NR * torch.exp((best_NR - top_R) / warmth_R), 0.0)
-    left = Known(top_R.float(), greedy_R, weight_NR)
-    return left if cuts is None else _cut(logits_RS, left, warmth_R, cuts, share)
+    told_3R = mass(logits_RS, temperature_R, first=share.first)
+    known = meet(stacked(told_3R, share.mesh), temperature_R)
+    return known if cuts is None else _cut(logits_RS, known, cuts, share)
 
 
-def _cut(
-    logits_RS: torch.Tensor, left: Known, warmth_R: torch.Tensor, cuts: Cuts, share: Share
-) -> Known:
+def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Known:
     """What cut-offs leave: top-k and min-p first, and then top-p of what these leave."""
     assert share.vocabulary < MOST_TOKENS
-    (ranks, rows), device = left.weight_MR.shape, logits_RS.device
+    (ranks, rows), device = known.weight_NR.shape, logits_RS.device
+    warmth_R = torch.where(known.temperature_R >= GREEDY_BELOW, known.temperature_R, 1.0).float()
     top_k_R, top_p_R, min_p_R = cuts.arguments
-    levels, whole = Levels(left.best_R, warmth_R), Window.whole(ranks, rows, device)
+    levels, whole = Levels(known.best_R, warmth_R), Window.whole(ranks, rows, device)
     tally_RB, kept_R = tally(logits_RS, levels, min_p_R, whole.level_R, shift=SHIFTS[0])
     first_NRB = stacked(tally_RB, share.mesh)
 
@@ -80,32 +73,32 @@ def _cut(
     window = end(torch.where(top_p_R < 1, most_R, float("inf")))
     some_R = is_cut(cuts, share.vocabulary)
     # Without cut-offs a row has the sums that it has beside others without.
-    weight_NR = torch.where(some_R, window.weight_NR, left.weight_MR)
+    weight_NR = torch.where(some_R, window.weight_NR, known.weight_NR)
     count_R = torch.minimum(window.above_NR[share.mesh.rank], kept_R)
     count_R = torch.where(some_R, count_R, logits_RS.shape[1]).to(torch.int32)
     own = Cuts(count_R, torch.ones_like(warmth_R), torch.zeros_like(warmth_R))
-    return Known(left.best_R, left.greedy_R, weight_NR, own)
+    return replace(known, weight_NR=weight_NR, own=own)
 
 
 def best_of_shares(logits_RS: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
     """The best logit of each row, FP32 [R], NaN if one is NaN, and the first token that has it."""
-    left = look(logits_RS, torch.zeros(len(logits_RS), device=logits_RS.device), share)
-    return left.best_R, left.greedy_R
+    known = look(logits_RS, torch.zeros(len(logits_RS), device=logits_RS.device), share)
+    return known.best_R, known.greedy_R
 
 
 def drawn(
     logits_RS: torch.Tensor,
-    left: Known,
+    known: Known,
     temperature_R: torch.Tensor,
     uniform_R: torch.Tensor,
     share: Share,
 ) -> torch.Tensor:
     """The token of each row, int64, of what is left of it."""
-    holder_R, number_R = holding(left.weight_MR, uniform_R, share.mesh.rank)
-    token_R, _ = sample(logits_RS, temperature_R, number_R, cuts=left.own)
+    holder_R, number_R = holding(known.weight_NR, uniform_R, rank=share.mesh.rank)
+    token_R, _ = sample(logits_RS, temperature_R, number_R, cuts=known.own)
     own_R = torch.where(holder_R == share.mesh.rank, share.first + token_R, 0)
     token_R = all_reduce(own_R, share.mesh)
-    return torch.where(temperature_R >= GREEDY_BELOW, token_R, left.greedy_R)
+    return torch.where(temperature_R >= GREEDY_BELOW, token_R, known.greedy_R)
 
 
 def sample_share(
@@ -123,11 +116,11 @@ def sample_share(
     """
     if share is None:
         return sample(logits_RS, temperature_R, uniform_R, cuts=cuts, into=into)
-    left = look(logits_RS, temperature_R, share, cuts=cuts)
-    token_R = drawn(logits_RS, left, temperature_R, uniform_R, share)
+    known = look(logits_RS, temperature_R, share, cuts=cuts)
+    token_R = drawn(logits_RS, known, temperature_R, uniform_R, share)
     if into is not None:
         into[0].index_copy_(0, into[1], token_R)
-    return token_R, left.best_R
+    return token_R, known.best_R
 
 
 def standing_in_shares(

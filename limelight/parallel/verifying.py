@@ -84,18 +84,19 @@ def judge_by(
     temperature_R, uniform_R, cuts_R = each_row(
         starts_B, temperature_B, seed_B, position_B, cuts=cuts, rows=len(logits_RS)
     )
-    left = look(logits_RS, temperature_R, share, cuts=cuts_R)
+    known = look(logits_RS, temperature_R, share, cuts=cuts_R)
     if proposals is None:
-        token_R = drawn(logits_RS, left, temperature_R, uniform_R, share)
+        token_R = drawn(logits_RS, known, temperature_R, uniform_R, share)
         return verify_tokens(
-            token_R, left.best_R, starts_B, drafts_BN,
+            token_R, known.best_R, starts_B, drafts_BN,
             vocabulary=share.vocabulary, slots_B=slots_B,
         )  # fmt: skip
     offers = Offers(starts_B, drafts_BN, temperature_B, seed_B, position_B, proposals, slots_B)
     places = {"first": share.first, "vocabulary": share.vocabulary}
-    chances_M2BN = stacked(chances(logits_RS, offers, left, **places), share.mesh)
+    chances_2BN, made = chances(logits_RS, offers, known, **places)
+    chances_M2BN = stacked(chances_2BN, share.mesh)
     verified, own_B = conclude(
-        logits_RS, offers, left, chances_M2BN, rank=share.mesh.rank, **places
+        logits_RS, offers, known, chances_M2BN, made, rank=share.mesh.rank, **places
     )
     last_B1 = all_reduce(own_B, share.mesh)[:, None]
     verified.tokens_BQ.scatter_(1, verified.accepted_B[:, None], last_B1)

@@ -6,7 +6,7 @@ from ahead import Case, meta
 
 from limelight.ops import pieces
 from limelight.ops.pieces import PIECE, Cuts
-from limelight.ops.sample import GREEDY_BELOW, mass, probabilities, sample
+from limelight.ops.sample import GREEDY_BELOW, probabilities, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # One piece, its edge, several, and a vocabulary of a real model.
@@ -103,18 +103,6 @@ def test_cut_offs_leave_what_sorting_leaves(vocabulary, rounded, device):
     uniform_R = torch.rand(len(CUTS), generator=generator).to(device)
     token_R, _ = sample.kernel(logits_RV, temperature_R, uniform_R, cuts=cuts)
     assert torch.equal(token_R, sample.reference(logits_RV, temperature_R, uniform_R, cuts=cuts)[0])
-
-
-@pytest.mark.parametrize("vocabulary", SIZES, ids="V{}".format)
-def test_the_mass_of_a_row_is_what_its_pieces_have(vocabulary, device):
-    logits_RV, temperature_R, _ = rows_of(vocabulary, device)
-    logits_RV[6, : vocabulary // 2] = float("-inf")
-    logits_RV[7] = float("-inf")
-    found, expected = (f(logits_RV, temperature_R) for f in (mass.kernel, mass.reference))
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1][:7], expected[1][:7])
-    drawn_R = temperature_R >= GREEDY_BELOW
-    torch.testing.assert_close(found[2][drawn_R], expected[2][drawn_R], rtol=1e-6, atol=0)
-    assert found[2][7] == 0
 
 
 def test_of_equal_logits_the_greedy_token_is_the_first(device):

@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_the_cut_offs_beside_it(monkeypatch):
     def work(mesh):
         own_RS, share = share_of(logits_RV, mesh)
         given = (own_RS, temperature_R, share)
-        return [look(*given, cuts=cuts).weight_MR[:, 1::2] for cuts in (None, off, beside)]
+        return [look(*given, cuts=cuts).weight_NR[:, 1::2] for cuts in (None, off, beside)]
 
     for alone_MR, *others in among_ranks(monkeypatch, 2, work)[0]:
         assert all(torch.equal(alone_MR, other_MR) for other_MR in others)
