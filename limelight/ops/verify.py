@@ -485,7 +485,7 @@ def _launch_verify_tokens_by_odds(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _each_row_kernel(
     starts, temperature, seeds, positions, top_k, top_p, min_p, temperature_R, uniform_R, top_k_R,
     top_p_R, min_p_R, sequences, SEQUENCES: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr,

@@ -1,11 +1,15 @@
 """Tokens that ranks choose of their shares of a vocabulary: one rank would choose the same."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from drafters import config_json, write_drafter
 from test_ranks import FOUR, THREE, assert_near, write
 from tiny import prompts, request, run, start
+
+from limelight.parallel import collectives
 
 # What each request asks for, beside seeds: alone and together.
 RULES = [
@@ -66,14 +70,10 @@ def test_every_parameter_gives_the_token_of_one_rank(tmp_path, size, mode):
     assert_near(answers, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "method"),
-    [
-        (2, "probabilistic"),
-        pytest.param(2, "greedy", marks=pytest.mark.slow),
-        pytest.param(3, "probabilistic", marks=pytest.mark.slow),
-        pytest.param(3, "greedy", marks=pytest.mark.slow),
-    ],
+    [(2, "probabilistic"), (2, "greedy"), (3, "probabilistic"), (3, "greedy")],
 )
 def test_drafts_stand_and_fall_as_on_one_rank(tmp_path, size, method):
     write(tmp_path / "target", "beam", **SHAPES[size])
@@ -87,3 +87,55 @@ def test_drafts_stand_and_fall_as_on_one_rank(tmp_path, size, method):
         answers_of(tmp_path / "target", n, speculative_config=spec) for n in (1, size)
     )
     assert_near(answers, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("model", ["flint-nano", "beam-nano"])
+def test_bundled_models_with_their_drafters_say_what_one_rank_says(model, method):
+    spec = {"draft_sample_method": method, "enable_adaptive_verification": False}
+    spec |= {"model": f"{model}-dflash2", "num_speculative_tokens": 7}
+    expected, answers = (
+        answers_of(Path(model), size, tokens=30, speculative_config=spec) for size in (1, 2)
+    )
+    assert_near(answers, expected)
+
+
+WIDE = 20_000
+
+
+@pytest.mark.slow
+def test_nothing_that_ranks_exchange_is_as_wide_as_the_vocabulary(tmp_path, monkeypatch):
+    """Less than a row of one rank's logits, whatever is asked for and however many rows there are;
+    a layer's sums of these few tokens are less too."""
+    write(tmp_path / "target", "flint", **FOUR, vocab_size=WIDE)
+    write_drafter(tmp_path / "drafter", config_json(vocab_size=WIDE))
+    sizes: dict[str, int] = {}
+
+    def measured(name, exchange):
+        def measure(x, *args, **kwargs):
+            all_ = sum(part.nbytes for part in x) if isinstance(x, list) else x.nbytes
+            sizes[name] = max(sizes.get(name, 0), all_)
+            return exchange(x, *args, **kwargs)
+
+        return measure
+
+    spec = {
+        "model": str(tmp_path / "drafter"), "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic", "enable_adaptive_verification": False,
+    }  # fmt: skip
+    engine = start(
+        tmp_path / "target", tensor_parallel_size=2, max_model_len=64, speculative_config=spec
+    )
+    # From here on, for the start takes as many rows as there can be.
+    for name in ("all_reduce", "all_gather", "broadcast", "scatter"):
+        monkeypatch.setattr(dist, name, measured(name, getattr(dist, name)))
+    stacked = measured("stacked", collectives.all_gather_single)
+    monkeypatch.setattr(collectives, "all_gather_single", stacked)
+    try:
+        for rule in (RULES[0], RULES[8], RULES[9], {"prompt_logprobs": 1, "logprobs": 5}):
+            (answer,) = run(engine, [request([5, 6, 7], **({"max_tokens": 4, "seed": 1} | rule))])
+            assert len(answer.token_ids) == 4
+    finally:
+        engine.close()
+    assert sizes["stacked"] >= 2 * 2048 and max(sizes.values()) < 4 * WIDE // 2

@@ -55,7 +55,14 @@ def test_ranks_know_the_best_of_all_shares_and_what_each_weighs(device):
     found, expected = (f(told_N3R, temperature_R) for f in (meet.kernel, meet.reference))
     for known in (found, expected):
         assert known.greedy_R.tolist() == [3, 12, 13, 14, 0, 1]
-        assert known.best_R.nan_to_num(nan=-1.0, neginf=-INF).tolist() == [1.0, 3.5, 2.0, -1.0, -INF, 5.0]
+        assert known.best_R.nan_to_num(nan=-1.0, neginf=-INF).tolist() == [
+            1.0,
+            3.5,
+            2.0,
+            -1.0,
+            -INF,
+            5.0,
+        ]
     some = [0, 1, 2, 5]
     torch.testing.assert_close(
         found.weight_NR[:, some], expected.weight_NR[:, some], rtol=1e-12, atol=0

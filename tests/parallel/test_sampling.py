@@ -15,7 +15,7 @@ from limelight.parallel.sampling import (
     top_tokens_of_shares,
 )
 
-SIZES = (17, 60, 997, 4096)
+SIZES = (17, 60, 997)
 
 
 def rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
