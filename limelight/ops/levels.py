@@ -165,9 +165,11 @@ def narrow_reference(
     most_weight_R: torch.Tensor,
     *,
     shift: int,
+    last: bool,
 ) -> Window:
     """The bin in which the cut-offs end: the last one with fewer than top-k logits above it, and
-    less than `most_weight_R` (FP64). Of a single level those that are left count as above it."""
+    less than `most_weight_R` (FP64). Where it is the `last`, its logits count as equal, and those
+    of them that are left as above it."""
     count_NRB, share_NRB = tally_NRB >> COUNTED, tally_NRB & (ONE - 1)
     b_B = torch.arange(BINS, device=tally_NRB.device)
     first_RB = window.level_R[:, None] + (b_B << shift)
@@ -186,7 +188,7 @@ def narrow_reference(
     above_NR = window.above_NR + (count_NRB * larger_RB).sum(dim=2)
     weight_NR = window.weight_NR + (weight_NRB * larger_RB).sum(dim=2)
     level_R = window.level_R + (at_R1[:, 0] << shift)
-    if shift:
+    if not last:
         return Window(level_R, above_NR, weight_NR)
     equal_NR = count_NRB.gather(2, at_R1.expand(len(count_NRB), -1, -1))[:, :, 0]
     equal_R = equal_NR.sum(dim=0)
@@ -206,7 +208,7 @@ def narrow_reference(
 def _narrow_kernel(
     tally, level_R, above, weight, best_R, warmth_R, top_k, most_weight,
     level_to, above_to, weight_to, rows, RANKS: tl.constexpr, SHIFT: tl.constexpr,
-    BITS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     if PDL:
@@ -247,7 +249,7 @@ def _narrow_kernel(
         to = rank * rows + row
         more = tl.load(above + to) + tl.sum(tl.where(b < at, count_B, 0), axis=0)
         total = tl.load(weight + to) + tl.sum(tl.where(b < at, weight_B, 0.0), axis=0)
-        if SHIFT == 0:
+        if LAST:
             own = tl.sum(tl.where(here_B, count_B, 0), axis=0)
             taken = tl.minimum(tl.maximum(room, 0), own)
             room -= own
@@ -266,6 +268,7 @@ def _launch_narrow(
     most_weight_R: torch.Tensor,
     *,
     shift: int,
+    last: bool,
 ) -> Window:
     ranks, rows, bins = tally_NRB.shape
     assert bins == BINS and tally_NRB.dtype == torch.int64 and tally_NRB.is_contiguous()
@@ -277,12 +280,19 @@ def _launch_narrow(
     if rows:
         _narrow_kernel[(rows,)](
             tally_NRB, *own, *per_R, found.level_R, found.above_NR, found.weight_NR, rows,
-            RANKS=ranks, SHIFT=shift, BITS=BITS, num_warps=4, **pdl(tally_NRB),
+            RANKS=ranks, SHIFT=shift, BITS=BITS, LAST=last, num_warps=4, **pdl(tally_NRB),
         )  # fmt: skip
     return found
 
 
 narrow = op(reference=narrow_reference, kernel=_launch_narrow)
+
+
+def is_settled(tally_NRB: torch.Tensor, window: Window, *, shift: int) -> bool:
+    """Whether no row has more than one logit in the bin that was found; waits for the answer."""
+    at_1R1 = (window.level_R >> shift & (BINS - 1))[None, :, None]
+    found_NR1 = tally_NRB.gather(2, at_1R1.expand(len(tally_NRB), -1, -1))
+    return bool(((found_NR1 >> COUNTED).sum(dim=0) <= 1).all())
 
 
 def is_cut(cuts: Cuts, vocabulary: int) -> torch.Tensor:

@@ -5,9 +5,9 @@ other the best logit of each row, where it is, and the weight of their share; fr
 whose share holds the row's number, and that rank finds the token within it. Where cut-offs end is
 found by counting in ever smaller bins (`ops/levels.py`).
 
-Of exchanges there are two for a token, and seven more where rows may have cut-offs. None depends
-on the vocabulary in size: a row has 24 bytes in the first, 2,048 in each of the seven, and 8 in the
-last.
+Of exchanges there are two for a token, and seven more where rows may have cut-offs; on a CPU, where
+one may look how far the search is, fewer. None depends on the vocabulary in size: a row has 24
+bytes in the first, 2,048 in each of the seven, and 8 in the last.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from limelight.ops import cdiv
-from limelight.ops.levels import MOST_TOKENS, SHIFTS, Levels, Window, is_cut, narrow, tally
+from limelight.ops.levels import (
+    MOST_TOKENS,
+    SHIFTS,
+    Levels,
+    Window,
+    is_cut,
+    is_settled,
+    narrow,
+    tally,
+)
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW, sample
 from limelight.ops.shares import Known, holding, mass, meet
@@ -55,22 +64,32 @@ def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Kno
     warmth_R = torch.where(known.temperature_R >= GREEDY_BELOW, known.temperature_R, 1.0).float()
     top_k_R, top_p_R, min_p_R = cuts.arguments
     levels, whole = Levels(known.best_R, warmth_R), Window.whole(ranks, rows, device)
+    looks = may_look(logits_RS)
     tally_RB, kept_R = tally(logits_RS, levels, min_p_R, whole.level_R, shift=SHIFTS[0])
     first_NRB = stacked(tally_RB, share.mesh)
 
     def end(most_weight_R: torch.Tensor) -> Window:
-        window = narrow(first_NRB, whole, levels, top_k_R, most_weight_R, shift=SHIFTS[0])
-        for shift in SHIFTS[1:]:
-            tally_RB, _ = tally(logits_RS, levels, min_p_R, window.level_R, shift=shift)
-            tally_NRB = stacked(tally_RB, share.mesh)
-            window = narrow(tally_NRB, window, levels, top_k_R, most_weight_R, shift=shift)
+        window, tally_NRB, limits = whole, first_NRB, (levels, top_k_R, most_weight_R)
+        for shift in SHIFTS:
+            if shift != SHIFTS[0]:
+                tally_RB, _ = tally(logits_RS, levels, min_p_R, window.level_R, shift=shift)
+                tally_NRB = stacked(tally_RB, share.mesh)
+            found = narrow(tally_NRB, window, *limits, shift=shift, last=shift == 0)
+            if shift and looks and is_settled(tally_NRB, found, shift=shift):
+                return narrow(tally_NRB, window, *limits, shift=shift, last=True)
+            window = found
         return window
 
     unbounded_R = torch.full((rows,), float("inf"), dtype=torch.float64, device=device)
-    inside_R = end(unbounded_R).weight_NR.sum(dim=0)
-    # The best one stays, whatever its share.
-    most_R = (top_p_R.double() * inside_R).clamp(min=1e-30)
-    window = end(torch.where(top_p_R < 1, most_R, float("inf")))
+    all_R = (top_k_R >= share.vocabulary) & (min_p_R <= 0)
+    inside_R, window = known.total_R, whole
+    if not (looks and all_R.all()):
+        window = end(unbounded_R)
+        inside_R = torch.where(all_R, inside_R, window.weight_NR.sum(dim=0))
+    if not (looks and (top_p_R >= 1).all()):
+        # The best one stays, whatever its share.
+        most_R = (top_p_R.double() * inside_R).clamp(min=1e-30)
+        window = end(torch.where(top_p_R < 1, most_R, float("inf")))
     some_R = is_cut(cuts, share.vocabulary)
     # Without cut-offs a row has the sums that it has beside others without.
     weight_NR = torch.where(some_R, window.weight_NR, known.weight_NR)
@@ -78,6 +97,11 @@ def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Kno
     count_R = torch.where(some_R, count_R, logits_RS.shape[1]).to(torch.int32)
     own = Cuts(count_R, torch.ones_like(warmth_R), torch.zeros_like(warmth_R))
     return replace(known, weight_NR=weight_NR, own=own)
+
+
+def may_look(logits_RS: torch.Tensor) -> bool:
+    """Whether the host may ask for numbers, which saves exchanges; a device is not waited for."""
+    return not logits_RS.is_cuda
 
 
 def best_of_shares(logits_RS: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,9 @@ def compile_cases() -> list[Case]:
         tally_NRB = numbers(ranks, 4, BINS, dtype=torch.int64)
         levels = Levels(numbers(4), numbers(4))
         top_k_R, most_R = numbers(4), numbers(4, dtype=torch.float64)
-        return lambda: narrow.kernel(tally_NRB, window, levels, top_k_R, most_R, shift=shift)
+        return lambda: narrow.kernel(
+            tally_NRB, window, levels, top_k_R, most_R, shift=shift, last=shift == 0
+        )
 
     return [
         *(Case(f"tally {shift}", count(shift), decode=True) for shift in (SHIFTS[0], 0)),
@@ -73,7 +75,9 @@ def test_cut_offs_are_found_bin_by_bin_as_by_the_references(size, device):
             assert ((mine_RB - theirs_RB).abs() <= 8 * (mine_RB >> COUNTED)).all()
         tally_NRB = torch.stack([theirs_RB for theirs_RB, _ in expected])
         given = (tally_NRB, window, levels, top_k_R, most_R)
-        mine, window = (f(*given, shift=shift) for f in (narrow.kernel, narrow.reference))
+        mine, window = (
+            f(*given, shift=shift, last=shift == 0) for f in (narrow.kernel, narrow.reference)
+        )
         assert torch.equal(mine.level_R, window.level_R)
         assert torch.equal(mine.above_NR, window.above_NR)
         torch.testing.assert_close(mine.weight_NR, window.weight_NR, rtol=1e-12, atol=1e-300)
@@ -88,7 +92,6 @@ def test_no_rows_are_no_bins(device):
         torch.empty(0, 9, device=device), levels, none_R, window.level_R, shift=0
     )
     assert tally_RB.shape == (0, BINS) and kept_R.shape == (0,)
-    found = narrow.kernel(
-        torch.stack((tally_RB, tally_RB)), window, levels, none_R, none_R.double(), shift=0
-    )
+    given = (torch.stack((tally_RB, tally_RB)), window, levels, none_R, none_R.double())
+    found = narrow.kernel(*given, shift=0, last=True)
     assert found.above_NR.shape == (2, 0)

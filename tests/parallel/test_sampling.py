@@ -8,6 +8,7 @@ from limelight.ops.pieces import Cuts
 from limelight.ops.sample import probabilities, sample
 from limelight.ops.standing import standing
 from limelight.ops.topk import top_tokens
+from limelight.parallel import sampling
 from limelight.parallel.sampling import (
     look,
     sample_share,
@@ -68,8 +69,11 @@ def test_ranks_draw_the_token_that_one_draws_of_all_logits(ranks, monkeypatch):
             assert torch.equal(token_R, expected[0]) and torch.equal(best_R, expected[1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_cut_offs_leave_of_shares_what_they_leave_of_all(ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "looks"), [(1, True), (2, True), (2, False), (3, True), (4, False)]
+)
+def test_cut_offs_leave_of_shares_what_they_leave_of_all(ranks, looks, monkeypatch):
+    monkeypatch.setattr(sampling, "may_look", lambda logits_RS: looks)
     for vocabulary in SIZES:
         logits_RV, temperature_R, uniform_R = rows(vocabulary)
         for turn in range(3):
@@ -176,6 +180,7 @@ def test_ranks_tell_where_tokens_stand_as_one_does_of_all_logits(ranks, cut, mon
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_what_ranks_exchange_does_not_grow_with_the_vocabulary(cut, monkeypatch):
     sizes = []
+    monkeypatch.setattr(sampling, "may_look", lambda logits_RS: False)
     for vocabulary in (100, 100_000):
         count = 3
         logits_RV = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1))
@@ -188,3 +193,23 @@ def test_what_ranks_exchange_does_not_grow_with_the_vocabulary(cut, monkeypatch)
 
         sizes.append(among_ranks(monkeypatch, 2, work)[1].sizes)
     assert sizes[0] == sizes[1] == [3 * x for x in [24, *(7 * [2048] if cut else []), 8]]
+
+
+def test_a_host_that_may_look_exchanges_no_more_than_it_has_to(monkeypatch):
+    count, vocabulary = 3, 1000
+    logits_RV = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1))
+    one_R, off = torch.ones(count), torch.tensor([vocabulary] * count)
+    steps = {}
+    for name, cuts in {
+        "off": Cuts(off, one_R, one_R * 0),
+        "top-k": Cuts(one_R * 9, one_R, one_R * 0),
+        "top-p": Cuts(off, one_R * 0.9, one_R * 0),
+        "both": Cuts(one_R * 9, one_R * 0.9, one_R * 0),
+    }.items():
+
+        def work(mesh, cuts=cuts):
+            own_RS, share = share_of(logits_RV, mesh)
+            return sample_share(own_RS, one_R, one_R / 2, share, cuts=cuts)
+
+        steps[name] = len(among_ranks(monkeypatch, 2, work)[1].sizes)
+    assert steps["off"] == 3 and max(steps["top-k"], steps["top-p"]) <= 5 and steps["both"] <= 7

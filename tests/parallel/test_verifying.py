@@ -15,6 +15,7 @@ from limelight.ops.verify import (
     verify_by_odds,
     verify_greedy,
 )
+from limelight.parallel import sampling
 from limelight.parallel.verifying import judge_by, judge_by_odds, judge_greedy
 
 BATCH, CANDIDATES = 12, 4
@@ -131,6 +132,7 @@ def test_greedy_drafts_and_those_that_stand_by_odds_are_judged_alike(ranks, monk
 def test_what_is_exchanged_of_drafts_does_not_grow_with_the_vocabulary(way, monkeypatch):
     """Beside 24 and 2,048 bytes of a row, 16 of a draft and 8 of a sequence, or of a row."""
     sizes = []
+    monkeypatch.setattr(sampling, "may_look", lambda logits_RS: False)
     for vocabulary in (100, 20_000):
         steps = Steps(vocabulary, 3, 2)
 
