@@ -18,7 +18,7 @@ from limelight.parallel.collectives import all_reduce
 from limelight.parallel.group import join, leave, open_store, store_at, take_device
 from limelight.parallel.seat import Seat
 from limelight.speculative import NO_DRAFTS
-from limelight.types import DeviceLost
+from limelight.types import DeviceLost, StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,6 +154,43 @@ def test_two_ranks_write_what_one_finds_likeliest(name, way, eager, monkeypatch)
         # Sums of two are rounded in between, and now and then a token goes to another expert: on a
         # CPU log-probabilities of random text differ by 0.1 in the mean, and by 4 at most.
         assert sum(behind) / len(behind) < 0.1
+
+
+# By each step's shares of the vocabulary, on the device and by rules that the host is asked for.
+RULES = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "logprobs": 3},
+    {"temperature": 1.0, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "logit_bias": {7: 3.0, 4000: -5.0}, "min_tokens": 5},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex="[ab]{6,30}")},
+]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("method", [None, "greedy", "probabilistic"])
+def test_two_ranks_choose_over_shares_by_every_rule(method, eager):
+    spec = NO_DRAFTS
+    if method is not None:
+        spec = {
+            "model": "flint-nano-dflash2", "num_speculative_tokens": 7,
+            "draft_sample_method": method, "enable_adaptive_verification": False,
+        }  # fmt: skip
+    settings = SETTINGS | {"speculative_config": spec, "enforce_eager": eager}
+    with LLM("flint-nano", tensor_parallel_size=2, **settings) as llm:
+        rules = [SamplingParams(max_tokens=40, seed=i, **rule) for i, rule in enumerate(RULES)]
+        answers = llm.generate([PROMPT] * len(rules), rules)
+        for rule, answer in zip(rules, answers, strict=True):
+            (choice,) = answer.outputs
+            assert choice.token_ids
+            assert rule.logprobs is None or len(choice.logprobs) == len(choice.token_ids)
+        assert set(answers[-1].outputs[0].text) <= set("ab")
+        # The only token that is left, whatever ranks hold it.
+        for token in (3, 4090):
+            only = SamplingParams(temperature=1.0, allowed_token_ids=[token], max_tokens=3)
+            (one,) = llm.generate([PROMPT], only)
+            assert set(one.outputs[0].token_ids) == {token}
 
 
 def test_drafts_work_on_two_ranks():

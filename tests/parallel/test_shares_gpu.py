@@ -1,7 +1,7 @@
 """On one GPU: what ranks do of their shares is what one does of all logits, also in a CUDA graph.
 
-Shares are those of ranks that are threads, or the only one's, whose exchanges are copies: a graph can
-hold them. Times are printed.
+Shares are those of ranks that are threads, or the only one's, whose exchanges are copies: so a
+graph can hold them. Times are printed.
 """
 
 import pytest
