@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafters import CPU, FEATURES, Cache, config_json, make_drafter, make_ends, randomize
 
-from limelight.models import dflash2, dflash2_loader, layers
+from limelight.models import dflash2, dflash2_loader
 from limelight.models.dflash2 import DFlash2
 from limelight.models.dummy import UNIT
 from limelight.models.layers import Placement, all_of
@@ -92,8 +92,7 @@ def on_rank(rank, whole, found):
 
 def test_two_ranks_draft_what_one_does(monkeypatch):
     whole, ranks, found = make_drafter(config_json()), Ranks(), [None, None]
-    for module in (layers, dflash2):
-        monkeypatch.setattr(module, "all_gather", ranks.all_gather)
+    monkeypatch.setattr(dflash2, "all_gather", ranks.all_gather)
     monkeypatch.setattr(collectives, "all_reduce", ranks.all_reduce)
     threads = [threading.Thread(target=on_rank, args=(r, whole, found)) for r in range(2)]
     for thread in threads:
