@@ -303,9 +303,7 @@ class DraftedSteps:
         launched.runs = self.verifier.judge(
             outcome.logits_RV, offers, *self.drafter.waiting(slots_P), rows=rows
         )
-        runs = [launched.runs[slot] for slot in slots]
-        each = ((r.accepted, r.token_ids[-1]) if r.token_ids else (0, NOTHING) for r in runs)
-        ends = [x for end in each for x in end]
+        ends = [x for slot in slots for x in launched.runs[slot].end]
         ends_P2 = sent(ends, torch.int64, self.device).view(-1, 2)
         if any(self.sampler.rules[slot].guided for slot in slots):
             # What a guide refuses rank 0 alone knows.

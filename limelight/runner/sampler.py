@@ -17,6 +17,7 @@ import torch
 from limelight.ops.noise import plain_uniform
 from limelight.ops.pieces import Cuts
 from limelight.ops.sample import GREEDY_BELOW
+from limelight.ops.verify import NOTHING
 from limelight.parallel.sampling import Share, sample_share
 from limelight.runner.grammar import Guide
 from limelight.runner.logprobs import NOT_FINITE, Told, Wanted, is_finite, tell
@@ -163,6 +164,11 @@ class Run:
     error: str | None = None
     refused: str | None = None
     is_whole: bool = False
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """How many drafts stood, and the last token; NOTHING without."""
+        return (self.accepted, self.token_ids[-1]) if self.token_ids else (0, NOTHING)
 
     def tell(self, logprobs: list[TokenLogprobs]) -> None:
         """Take over those of its tokens; it ends before the first that is not finite."""

@@ -62,21 +62,12 @@ class Verifier:
         `proposals` has what each offer's drafts were drawn from, `odds_BN` what they stand by where
         acceptance is synthetic.
         """
-        tries: list[Rules] = []
-        follow: list[tuple[int, int]] = []
-        for offer in offers:
-            rules, *most = self._tries(offer)
-            tries += rules
-            follow.append((most[0], most[1]))
-        follow = self._told(offers, follow)
-        counts = [count for count, _ in follow]
+        tries, counts, shown = self._all_tries(offers)
         # A drawn draft is refused by its chance, not by what it is: the first that may not follow
         # is judged too.
         drawn = proposals is not None and odds_BN is None
-        judged = [
-            offer.drafts[: shown if drawn else count]
-            for offer, (count, shown) in zip(offers, follow, strict=True)
-        ]
+        most = zip(offers, shown if drawn else counts, strict=True)
+        judged = [offer.drafts[:count] for offer, count in most]
         processed_PV = self.sampler.processed(logits_RV, tries, rows)
         verified = self._verify(processed_PV, offers, judged, proposals, odds_BN)
         each = zip(
@@ -122,13 +113,15 @@ class Verifier:
             run = runs[offer.slot]
             run.tell(list(islice(reports, len(tokens)))[: len(run.token_ids)])
 
-    def _told(self, offers: list[Offer], follow: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """How many drafts may follow, by the guides, which rank 0 has."""
+    def _all_tries(self, offers: list[Offer]) -> tuple[list[Rules], list[int], list[int]]:
+        """`_tries` of all offers; how many may follow where guides say so is what rank 0 says."""
+        made = [self._tries(offer) for offer in offers]
+        tries = [rule for rules, _, _ in made for rule in rules]
+        counts, shown = [count for _, count, _ in made], [most for _, _, most in made]
         share = self.sampler.share
-        if share is None or not any(self.sampler.rules[offer.slot].guided for offer in offers):
-            return follow
-        follow_P2 = from_first(self._integers(follow), share.mesh)
-        return [(count, shown) for count, shown in follow_P2.tolist()]
+        if share is not None and any(self.sampler.rules[offer.slot].guided for offer in offers):
+            counts, shown = from_first(self._integers([counts, shown]), share.mesh).tolist()
+        return tries, counts, shown
 
     def _tries(self, offer: Offer) -> tuple[list[Rules], int, int]:
         """The rule of each row, how many of the drafts may follow at all, and the same with the
