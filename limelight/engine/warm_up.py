@@ -65,7 +65,7 @@ def _warm_pieces(runner: ModelRunner, plan: MemoryPlan) -> None:
 
 def _warm_logprobs(runner: ModelRunner, plan: MemoryPlan, longest: int) -> None:
     """Log-probabilities of every number of best tokens that has kernels of its own, with cut-offs
-    and without, of rows that are gathered from ranks and of those that are not."""
+    and without, of one row and of as many as there can be."""
     tables = pretended.tables(plan, longest)
     for count, seqs, top_p in product(COUNTS, sorted({1, plan.max_num_seqs}), (0.9, 1.0)):
         params = SamplingParams(temperature=1.0, top_p=top_p, logprobs=count)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from drafters import config_json, write_drafter
-from test_ranks import FOUR, THREE, assert_near, write
+from test_constraints import Small
+from test_ranks import FOUR, NEAR, THREE, assert_near, write
 from tiny import prompts, request, run, start
 
 from limelight.parallel import collectives
@@ -99,6 +100,42 @@ def test_bundled_models_with_their_drafters_say_what_one_rank_says(model, method
         answers_of(Path(model), size, tokens=30, speculative_config=spec) for size in (1, 2)
     )
     assert_near(answers, expected)
+
+
+def led(**changes: object) -> list:
+    """Answers under grammars and budgets beside other rules, with what their tokens are told."""
+    small = Small(**changes)
+    try:
+        rules = [
+            {"temperature": 0.0, "logprobs": 1},
+            {"temperature": 1.2, "top_p": 0.9, "logprobs": 2},
+            {"temperature": 1.0, "repetition_penalty": 1.2, "logit_bias": {9: 2.0}},
+        ]
+        asked = [one for rule in rules for one in small.ask(**(rule | {"max_tokens": 40}))]
+        for rule in rules:
+            asked += small.ask(waits=True, budget=6, **(rule | {"max_tokens": 30}))
+            asked += small.ask(form=None, budget=4, **(rule | {"max_tokens": 20}))
+        return run(small.engine, asked)
+    finally:
+        small.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [None, "greedy", "probabilistic"])
+def test_what_leads_an_answer_holds_beside_all_other_rules(method):
+    spec = {"num_speculative_tokens": 0}
+    if method is not None:
+        spec = {
+            "model": "flint-nano-dflash2", "num_speculative_tokens": 5,
+            "draft_sample_method": method, "enable_adaptive_verification": False,
+        }  # fmt: skip
+    mode = {"speculative_config": spec, "logprobs_mode": "processed_logprobs"}
+    expected, answers = (led(tensor_parallel_size=size, **mode) for size in (1, 2))
+    for answer, want in zip(answers, expected, strict=True):
+        assert answer.token_ids == want.token_ids
+        assert answer.last.finish_reason == want.last.finish_reason
+        for got, told in zip(answer.logprobs, want.logprobs, strict=True):
+            assert abs(got.logprob - told.logprob) < NEAR and got.rank == told.rank
 
 
 WIDE = 20_000
