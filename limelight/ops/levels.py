@@ -77,9 +77,9 @@ def tally_reference(
     level_R: torch.Tensor,
     *,
     shift: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of FP32 logits in the 256 bins of 2^`shift` levels around `level_R` counts and weights, int64
-    [R, B], those below min-p without weight; and how many of all logits are not, int64 [R]."""
+    [R, B], those below min-p without weight; in the first tally also how many are not, [R]."""
     best_R1, warmth_R1 = levels.best_R[:, None], levels.warmth_R[:, None]
     reach_R1 = levels.reach_R[:, None]
     place_RS = (best_R1.double() - logits_RS.double()) * (LEVELS / reach_R1)
@@ -94,7 +94,7 @@ def tally_reference(
     found_RS = torch.where(inside_RS, ONE + share_RS, 0)
     tally_RB = torch.zeros(len(logits_RS), BINS, dtype=torch.int64, device=logits_RS.device)
     tally_RB.scatter_add_(1, bin_RS & (BINS - 1), found_RS)
-    return tally_RB, kept_RS.sum(dim=1)
+    return tally_RB, kept_RS.sum(dim=1) if shift == SHIFTS[0] else None
 
 
 @triton.jit
@@ -129,7 +129,8 @@ def _tally_kernel(
     # Integers, so that the order of adding leaves no trace.
     at_V = tally + row * (1 << BITS) + (bin_V & ((1 << BITS) - 1))
     tl.atomic_add(at_V, share_V + _ONE, mask=inside_V, sem="relaxed")
-    tl.atomic_add(kept + row, tl.sum(kept_V.to(tl.int64), axis=0), sem="relaxed")
+    if kept is not None:
+        tl.atomic_add(kept + row, tl.sum(kept_V.to(tl.int64), axis=0), sem="relaxed")
 
 
 def _launch_tally(
@@ -139,13 +140,15 @@ def _launch_tally(
     level_R: torch.Tensor,
     *,
     shift: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     (rows, size), device = logits_RS.shape, logits_RS.device
     assert logits_RS.dtype == torch.float32 and logits_RS.stride(1) == 1
     per_R = (levels.best_R, levels.warmth_R, min_p_R, level_R)
     assert all(x_R.shape == (rows,) and x_R.is_contiguous() for x_R in per_R)
     tally_RB = torch.zeros(rows, BINS, dtype=torch.int64, device=device)
-    kept_R = torch.zeros(rows, dtype=torch.int64, device=device)
+    kept_R = None
+    if shift == SHIFTS[0]:
+        kept_R = torch.zeros(rows, dtype=torch.int64, device=device)
     if rows:
         _tally_kernel[(rows, cdiv(size, PIECE))](
             logits_RS, *per_R, tally_RB, kept_R, logits_RS.stride(0), size,

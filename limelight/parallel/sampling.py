@@ -66,6 +66,7 @@ def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Kno
     levels, whole = Levels(known.best_R, warmth_R), Window.whole(ranks, rows, device)
     looks = may_look(logits_RS)
     tally_RB, kept_R = tally(logits_RS, levels, min_p_R, whole.level_R, shift=SHIFTS[0])
+    assert kept_R is not None
     first_NRB = stacked(tally_RB, share.mesh)
 
     def end(most_weight_R: torch.Tensor) -> Window:
