@@ -5,14 +5,14 @@ many rows each sequence has at least, and the rows themselves are laid out on th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from limelight.models.batch import Batch
 from limelight.models.loader import Model
 from limelight.models.taps import Taps
-from limelight.ops.paging import FEW_QUERIES, Prompt
+from limelight.ops.paging import FEW_QUERIES
 from limelight.ops.pieces import Cuts
 from limelight.ops.rows import Asked, Rows, lay_rows, stand
 from limelight.ops.trim import keep
@@ -25,6 +25,7 @@ from limelight.runner.drafter import Drafter
 from limelight.runner.graphs import Graphs, graph_sizes, prompt_sizes
 from limelight.runner.inputs import (
     DraftedTensors,
+    Extent,
     PassTensors,
     StepInputs,
     StepTensors,
@@ -45,25 +46,6 @@ MOST_ROWS_OF_A_GRAPH = 1024
 DRAFTS_BESIDE_A_PROMPT = 4
 # Graphs are no further apart, so a step has fewer rows of padding.
 MOST_PADDING = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """What the host knows of a step: how many rows and rows of logits, how many sequences in all
-    and first with few queries (or `mixed`, at most so many, wherever they are) and likely to be no
-    padding, bounds of queries and tokens, which work nobody needs, and all of some prompts."""
-
-    rows: int
-    picks: int
-    seqs: int
-    few: int
-    bounds: tuple[int, int]
-    trims: bool
-    greedy: bool
-    cuts: bool
-    busy: int | None = None  # None: all
-    mixed: int | None = None
-    prompts: tuple[Prompt, ...] = ()
 
 
 class DraftedSteps:
@@ -92,6 +74,7 @@ class DraftedSteps:
         self.passes = StepInputs(PassTensors, (max_num_seqs,), groups=0, device=self.device)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.graphs: Graphs[DraftedTensors, Outcome] | None = None
+        self.uncut_graphs: Graphs[DraftedTensors, Outcome] | None = None
         self.prompt_graphs: Graphs[DraftedTensors, Outcome] | None = None
         self.pass_graphs: Graphs[PassTensors, torch.Tensor] | None = None
 
@@ -108,21 +91,36 @@ class DraftedSteps:
             prompt_sizes(limit(self.max_num_batched_tokens)), progress,
             name="graphs of drafts beside prompts", adapters=self.adapters, lend=Outcome.lent,
         )  # fmt: skip
-        self.graphs = Graphs(
-            lambda tensors: self._step(tensors, self.extent_of_graph(len(tensors.tokens_T))),
-            lambda rows: self._send(None, [], self.extent_of_graph(rows), {}),
-            graph_sizes(limit(most)), progress, name="graphs of steps", beside=self.prompt_graphs,
-            adapters=self.adapters, lend=Outcome.lent,
-        )  # fmt: skip
+        sizes = graph_sizes(limit(most))
+        self.graphs = self._capture(sizes, progress, "graphs of steps", cuts=True)
+        if self.model.head.share is not None:
+            # Ranks find where cut-offs end in many exchanges.
+            name = "graphs of steps without cut-offs"
+            self.uncut_graphs = self._capture(sizes, progress, name, cuts=False)
         self.pass_graphs = Graphs(
             self._pass, lambda count: self._send_pass([], count),
             graph_sizes(self.max_num_seqs), progress, name="graphs of drafts", beside=self.graphs,
         )  # fmt: skip
         return self.graphs
 
+    def _capture(
+        self, sizes: list[int], progress: Progress, name: str, *, cuts: bool
+    ) -> Graphs[DraftedTensors, Outcome]:
+        """Graphs of steps in which all decode, beside others."""
+
+        def extent(rows: int) -> Extent:
+            return replace(self.extent_of_graph(rows), cuts=cuts)
+
+        return Graphs(
+            lambda tensors: self._step(tensors, extent(len(tensors.tokens_T))),
+            lambda rows: self._send(None, [], extent(rows), {}),
+            sizes, progress, name=name, beside=self.graphs or self.prompt_graphs,
+            adapters=self.adapters, lend=Outcome.lent,
+        )  # fmt: skip
+
     def drop_graphs(self) -> None:
         """Make all steps without graphs, until they are captured again."""
-        self.graphs = self.prompt_graphs = self.pass_graphs = None
+        self.graphs = self.uncut_graphs = self.prompt_graphs = self.pass_graphs = None
 
     def extent_of_graph(self, rows: int) -> Extent:
         """All that a graph of so many rows must be ready for, in which all decode."""
@@ -217,7 +215,8 @@ class DraftedSteps:
     def _graph_of(self, extent: Extent) -> tuple[Graphs[DraftedTensors, Outcome], Extent] | None:
         """The graphs one of which holds such a step, and what that one is ready for."""
         decodes = extent.picks == extent.rows
-        graphs, rows = self.graphs, extent.rows
+        graphs, rows = self.graphs if extent.cuts else self.uncut_graphs, extent.rows
+        graphs = graphs or self.graphs
         if not decodes:
             # One with room for its rows of logits may have more rows than it needs.
             beyond = extent.picks - self.max_num_seqs

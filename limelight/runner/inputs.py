@@ -137,6 +137,25 @@ class PassTensors(Packed):
 Form = TypeVar("Form", bound=Packed)
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What the host knows of a step: how many rows and rows of logits, how many sequences in all
+    and first with few queries (or `mixed`, at most so many, wherever they are) and likely to be no
+    padding, bounds of queries and tokens, which work nobody needs, and all of some prompts."""
+
+    rows: int
+    picks: int
+    seqs: int
+    few: int
+    bounds: tuple[int, int]
+    trims: bool
+    greedy: bool
+    cuts: bool
+    busy: int | None = None  # None: all
+    mixed: int | None = None
+    prompts: tuple[Prompt, ...] = ()
+
+
 class StepInputs(Generic[Form]):
     """Host and device memory for steps of one form, up to the largest size."""
 
