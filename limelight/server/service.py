@@ -165,19 +165,18 @@ class Service:
 
     async def tokenize(self, call: Call, send: Send):
         """/tokenize, of a prompt or of a conversation."""
-        fields = decode(call.body, TokenizeFields)
+        await send_json(send, await self._in_thread(len(call.body), self._tokenized, call.body))
+
+    def _tokenized(self, body: bytes) -> dict[str, object]:
+        fields = decode(body, TokenizeFields)
         self.reader.check_model(fields.model)
         source: Conversation | list[str | list[int]]
         source = [fields.prompt or ""]
         if fields.prompt is None:
-            source = read_conversation(decode(call.body, ConversationFields), self.config)
+            source = read_conversation(decode(body, ConversationFields), self.config)
         special = fields.add_special_tokens
-        [prompt] = await self._in_thread(
-            len(call.body),
-            self.prompts.read,
-            source,
-            add_special_tokens=isinstance(source, list) if special is None else special,
-        )
+        special = isinstance(source, list) if special is None else special
+        [prompt] = self.prompts.read(source, add_special_tokens=special)
         answer: dict[str, object] = {
             "count": len(prompt.token_ids),
             "max_model_len": self.client.info.max_model_len,
@@ -186,7 +185,7 @@ class Service:
         }
         if fields.return_token_strs:
             answer["token_strs"] = self.prompts.token_texts(prompt.token_ids)
-        await send_json(send, answer)
+        return answer
 
     async def detokenize(self, call: Call, send: Send):
         """/detokenize"""

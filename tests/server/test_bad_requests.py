@@ -214,10 +214,13 @@ def test_a_large_body_is_read_where_it_holds_up_no_one(api, monkeypatch):
         threads.append(threading.current_thread().name)
         return read_conversation(*fields)
 
-    monkeypatch.setattr("limelight.server.openai.read_conversation", read)
+    for module in ("openai", "service"):
+        monkeypatch.setattr(f"limelight.server.{module}.read_conversation", read)
     assert api.chat("a").status_code == 200
-    assert refused(api.chat("a" * QUICK_BODY))["code"] == "context_length_exceeded"
-    assert not threads[0].startswith("slow") and threads[1].startswith("slow")
+    long = {"messages": [{"role": "user", "content": "a" * QUICK_BODY}]}
+    assert refused(api.post(CHAT, json=long))["code"] == "context_length_exceeded"
+    assert api.post("/tokenize", json=long).json()["count"] > QUICK_BODY
+    assert [name.startswith("slow") for name in threads] == [False, True, True]
 
 
 def test_thousands_of_choices_let_others_have_their_turn(make_api):
