@@ -42,6 +42,7 @@ from limelight.text.template import ChatTemplate
 from limelight.text.tokenizer import Tokenizer
 
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter")
+SECONDS_FOR_BODY = 60.0
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -126,7 +127,8 @@ class Post:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
         with self.service.lifecycle.open_request():
-            body = await read_body(scope, receive, self.service.config.max_body_bytes)
+            most = self.service.config.max_body_bytes
+            body = await read_body(scope, receive, most, seconds=SECONDS_FOR_BODY)
             call = Call.read(body, scope["state"]["request_id"], Headers(scope=scope))
             await until_gone(self.answer(call, send), receive)
 

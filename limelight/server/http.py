@@ -23,6 +23,7 @@ ERROR_TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -69,6 +70,8 @@ class Refused(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.status == 408:  # what still comes of this request is no new one
+            return {"connection": "close"}
         if self.allow is not None:
             return {"allow": self.allow}
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
@@ -120,11 +123,20 @@ def without_private(text: str) -> str:
     return _PRIVATE.sub("...", text)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, *, seconds: float) -> bytes:
     """The body of a JSON request, of at most `limit` bytes; reading stops at the first too many.
 
-    Raises `RequestError` for another media type or bytes that are not UTF-8, `Refused`, `Gone`.
+    Raises `RequestError` for another media type or bytes that are not UTF-8, `Gone`, and `Refused`
+    also where not all is there within `seconds`: a client may have vanished without a word.
     """
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read_body(scope, receive, limit)
+    except TimeoutError as error:
+        raise Refused(408, f"the body did not come within {seconds:g} s") from error
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     headers = Headers(scope=scope)
     # A browser sends other types, or none, to foreign sites without asking them first.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -62,6 +62,19 @@ def test_a_long_head_and_many_small_chunks_are_fine(live):
             assert client.post(COMPLETION, content=pieces(), headers=headers).status_code == 200
 
 
+def test_a_body_that_never_comes_ends_its_request(live, monkeypatch):
+    monkeypatch.setattr("limelight.server.app.SECONDS_FOR_BODY", 0.2)
+    server = live()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(head + b"Content-Length: 99\r\n\r\n{")
+        received = b""
+        while data := connection.recv(1000):
+            received += data
+    assert received.startswith(b"HTTP/1.1 408") and b"within 0.2 s" in received
+    assert server.get("/load").json() == {"server_load": 0}
+
+
 BODY = json.dumps({"prompt": "a"}).encode()
 FRAMED = {
     "whole": (b"Content-Length: %d\r\n\r\n" % len(BODY), BODY),
