@@ -21,7 +21,7 @@ from limelight.engine.replicas import Replicas
 from limelight.parallel.torchrun import Torchrun
 from limelight.server.adapters import NamedAdapters
 from limelight.server.anthropic import Told
-from limelight.server.control import ControlRoutes
+from limelight.server.control import GETS, POSTS, ControlRoutes
 from limelight.server.http import Call, Refused, read_body, until_gone
 from limelight.server.lifecycle import SECONDS_TO_TELL, Life
 from limelight.server.middleware import Exchange, Keys
@@ -43,6 +43,9 @@ from limelight.text.tokenizer import Tokenizer
 
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter")
 SECONDS_FOR_BODY = 60.0
+# By which routes are there.
+FLAGS = dict.fromkeys((*GETS, *POSTS), "--enable-rl")
+FLAGS["/tokenizer_info"] = "--enable-tokenizer-info-endpoint"
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -109,8 +112,11 @@ async def _raise(request: Request, error: Exception) -> Response:
     """Leave the router's errors to `Exchange`, as all others."""
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
-    there = f"it takes {allowed}" if allowed else "GET /openapi.json lists the routes"
-    text = f"there is no {request.method} {request.url.path[:100]} here; {there}"
+    path = request.url.path
+    there = "GET /openapi.json lists the routes"
+    if allowed or path in FLAGS:
+        there = f"it takes {allowed}" if allowed else f"it needs a server with {FLAGS[path]}"
+    text = f"there is no {request.method} {path[:100]} here; {there}"
     raise Refused(error.status_code, text, allow=allowed)
 
 

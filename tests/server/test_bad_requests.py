@@ -362,3 +362,11 @@ def test_router_errors_have_the_same_shape_and_name_the_route(api, method, path,
     assert (told and set(told.split(", "))) == allowed
     assert f"{method} {path} " in error["message"]
     assert (told or "/openapi.json") in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "flag"),
+    [("POST", "/pause", "--enable-rl"), ("GET", "/tokenizer_info", "--enable-tokenizer-info")],
+)
+def test_a_route_that_takes_a_flag_names_it(api, method, path, flag):
+    assert f"needs a server with {flag}" in refused(api.request(method, path), 404)["message"]
