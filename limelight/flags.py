@@ -23,8 +23,8 @@ T = TypeVar("T")
 # vLLM's flags without a meaning here: (number of values, why).
 IGNORED: dict[str, tuple[int | str, str]] = {
     "--all2all-backend": (1, "--moe-backend says how rows reach experts"),
-    "--allowed-headers": ("+", "every header is allowed"),
-    "--allowed-methods": ("+", "GET and POST are what there is to allow"),
+    "--allowed-headers": (1, "every header is allowed"),
+    "--allowed-methods": (1, "GET and POST are what there is to allow"),
     "--api-server-count": (1, "one process serves HTTP"),
     "--attention-backend": (1, "the engine chooses its own kernels"),
     "--chat-template-content-format": (1, "templates get the parts of a message as one text"),

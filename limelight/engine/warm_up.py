@@ -46,6 +46,7 @@ def warm_up(
     if runner.device.type == "cuda":
         _warm_pieces(runner, plan)
         _warm_logprobs(runner, plan, longest)
+        runner.sampler.masks.meet()
     if drafter is not None and runner.device.type == "cuda":
         _warm_drafts(runner, drafter, plan, longest)
     runner.forget()

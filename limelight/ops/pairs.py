@@ -160,6 +160,7 @@ def sort_pairs(
     ids_TN: torch.Tensor, experts: int, block_m: int, *, absent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks of `sort_pairs_reference`, with empty ones among them."""
+    assert not absent or ids_TN.shape[1] == 1  # else a token may have the absent one twice
     sort = _sort_few if ids_TN.numel() <= SORTED_AT_ONCE else _sort_many
     return sort(ids_TN, experts, block_m, experts + absent)
 

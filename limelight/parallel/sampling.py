@@ -42,6 +42,13 @@ class Share:
     first: int
     vocabulary: int
 
+    def __post_init__(self):
+        if self.vocabulary >= MOST_TOKENS:
+            raise ValueError(
+                f"a vocabulary of {self.vocabulary} tokens cannot be divided among ranks (-tp): "
+                f"it must have fewer than {MOST_TOKENS}"
+            )
+
     @property
     def size(self) -> int:
         """How many logits each rank has; those behind the vocabulary are ruled out."""
@@ -59,11 +66,13 @@ def look(
 
 def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Known:
     """What cut-offs leave: top-k and min-p first, and then top-p of what these leave."""
-    assert share.vocabulary < MOST_TOKENS
     (ranks, rows), device = known.weight_NR.shape, logits_RS.device
     warmth_R = torch.where(known.temperature_R >= GREEDY_BELOW, known.temperature_R, 1.0).float()
     top_k_R, top_p_R, min_p_R = cuts.arguments
-    levels, whole = Levels(known.best_R, warmth_R), Window.whole(ranks, rows, device)
+    some_R = is_cut(cuts, share.vocabulary)
+    # Below no number there are no levels: nothing is counted of a row without cut-offs.
+    levels = Levels(torch.where(some_R, known.best_R, float("nan")), warmth_R)
+    whole = Window.whole(ranks, rows, device)
     looks = may_look(logits_RS)
     tally_RB, kept_R = tally(logits_RS, levels, min_p_R, whole.level_R, shift=SHIFTS[0])
     assert kept_R is not None
@@ -91,7 +100,6 @@ def _cut(logits_RS: torch.Tensor, known: Known, cuts: Cuts, share: Share) -> Kno
         # The best one stays, whatever its share.
         most_R = (top_p_R.double() * inside_R).clamp(min=1e-30)
         window = end(torch.where(top_p_R < 1, most_R, float("inf")))
-    some_R = is_cut(cuts, share.vocabulary)
     # Without cut-offs a row has the sums that it has beside others without.
     weight_NR = torch.where(some_R, window.weight_NR, known.weight_NR)
     count_R = torch.minimum(window.above_NR[share.mesh.rank], kept_R)

@@ -95,6 +95,15 @@ class Masks:
         only_RS = torch.where(ids_S == forced_R[:, None], 0.0, float("-inf"))
         logits_RS[rows_R] = torch.where(forced_R[:, None] == NO_TOKEN, logits_RS[rows_R], only_RS)
 
+    def meet(self) -> None:
+        """Exchange once what ranks exchange of guided rows, since NCCL connects them when they
+        first do, for which there might be no memory left."""
+        if self.share is not None:
+            mesh = self.share.mesh
+            none_N1 = torch.zeros(mesh.size, 1, dtype=torch.uint8, device=self.device)
+            scattered(none_N1 if mesh.rank == 0 else None, none_N1[0].clone(), mesh)
+            from_first(self._integers([NO_TOKEN]), mesh)
+
     def _bytes(self, led: list[Led], size: int) -> torch.Tensor:
         """The masks of this rank's tokens, from the byte of the first on, uint8 [R, bytes]."""
         if self.share is None:

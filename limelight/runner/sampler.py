@@ -116,19 +116,25 @@ class Rules:
 
     def apply(self, logits_S: torch.Tensor) -> None:
         """Ban, shift and penalize, in place."""
-        params, span = self.request.params, self.span
+        span = self.span
         if self.allowed_S is not None:
             logits_S.masked_fill_(~self.allowed_S, float("-inf"))
-        if len(self.output) < params.min_tokens and self.ends:
-            logits_S[span.places(self.ends)] = float("-inf")
         if self.bias is not None:
             logits_S.index_add_(0, *self.bias)
+        if banned := span.places(self._banned()):
+            # At once, and without waiting for the device.
+            logits_S.index_fill_(0, sent(banned, torch.int64, logits_S.device), float("-inf"))
+        if self.history is not None:
+            self._penalize(logits_S, self.history)
+
+    def _banned(self) -> Iterable[int]:
+        """Tokens that may not come next: ends that are too early, and the last of bad words."""
+        if len(self.output) < self.request.params.min_tokens:
+            yield from self.ends
         for word in self.request.bad_words:
             before = len(word) - 1
             if before == 0 or self.output[-before:] == word[:-1]:
-                logits_S[span.places(word[-1:])] = float("-inf")
-        if self.history is not None:
-            self._penalize(logits_S, self.history)
+                yield word[-1]
 
     def _penalize(self, logits_S: torch.Tensor, history: History) -> None:
         params = self.request.params
@@ -240,7 +246,8 @@ class Sampler:
 
     def _bias(self, logit_bias: dict[int, float]) -> tuple[torch.Tensor, torch.Tensor]:
         own = {id_: value for id_, value in logit_bias.items() if self.span.places([id_])}
-        return self._places(own), torch.tensor(list(own.values()), device=self.device)
+        values = torch.tensor(list(own.values()), dtype=torch.float32, device=self.device)
+        return self._places(own), values
 
     def _history(self, request: Request, output: list[int]) -> History:
         places = torch.tensor(self.span.places(output), dtype=torch.int64)
@@ -301,7 +308,7 @@ class Sampler:
         led = [
             Led.by(rule.guide, p, constrained=rule.request.constraint is not None)
             for p, rule in enumerate(rules)
-            if rule.guided or rule.guide is not None
+            if rule.guided
         ]
         led = [one for one in led if one.speaks or self.share is not None]
         if rows is not None:

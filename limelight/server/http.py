@@ -127,16 +127,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int, *, seconds: floa
     """The body of a JSON request, of at most `limit` bytes; reading stops at the first too many.
 
     Raises `RequestError` for another media type or bytes that are not UTF-8, `Gone`, and `Refused`
-    also where not all is there within `seconds`: a client may have vanished without a word.
+    also where nothing comes for `seconds`, or not all within ten times as long: a client may have
+    vanished without a word.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await _read_body(scope, receive, limit)
+        async with asyncio.timeout(10 * seconds):
+            return await _read_body(scope, receive, limit, seconds)
     except TimeoutError as error:
-        raise Refused(408, f"the body did not come within {seconds:g} s") from error
+        why = f"nothing for {seconds:g} s, or not all within {10 * seconds:g} s"
+        raise Refused(408, f"the body did not come: {why}") from error
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def _read_body(scope: Scope, receive: Receive, limit: int, seconds: float) -> bytes:
     headers = Headers(scope=scope)
     # A browser sends other types, or none, to foreign sites without asking them first.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -146,7 +148,8 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     body = bytearray()
     more = True
     while more and size <= limit:
-        message = await receive()
+        async with asyncio.timeout(seconds):
+            message = await receive()
         if message["type"] == "http.disconnect":
             raise Gone
         body += message.get("body", b"")

@@ -247,19 +247,25 @@ class Reader:
 
     def _served(self, shared: SharedFields) -> Served:
         """The name that an answer tells, and which adapter gives it."""
-        if shared.model is not None and shared.model in self.adapters:
-            adapter = self.adapters[shared.model]
-            return {"model": adapter.lora_name, "adapter_id": adapter.lora_int_id}
-        return {"model": self.names[0], "adapter_id": 0}
+        model = shared.model
+        if model is None or model in self.names:
+            return {"model": self.names[0], "adapter_id": 0}
+        # It may have been unloaded while a thread was reading the body.
+        if (adapter := self.adapters.get(model)) is None:
+            raise self._not_served(model)
+        return {"model": adapter.lora_name, "adapter_id": adapter.lora_int_id}
 
     def check_model(self, model: str | None):
         """`Refused` (404) unless this name is served; none at all means the model itself."""
         if model is not None and model not in self.names and model not in self.adapters:
-            there = ", ".join([*self.names, *self.adapters])
-            raise Refused(
-                404, f"there is no model {model[:100]!r} here; there is {there}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+            raise self._not_served(model)
+
+    def _not_served(self, model: str) -> Refused:
+        there = ", ".join([*self.names, *self.adapters])
+        return Refused(
+            404, f"there is no model {model[:100]!r} here; there is {there}",
+            param="model", code="model_not_found",
+        )  # fmt: skip
 
     def check_logprobs(self, name: str, count: int | None):
         most = self.config.max_logprobs

@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
+from typing import TypeVar
 
 from limelight.engine.front import Delta
 from limelight.text.parsers import add_pieces
+
+T = TypeVar("T")
 
 
 async def paced(
@@ -28,10 +31,10 @@ async def paced(
 
 
 async def with_silences(
-    deltas: AsyncGenerator[tuple[int, Delta], None], seconds: float
-) -> AsyncGenerator[tuple[int, Delta] | None, None]:
+    stream: AsyncGenerator[T, None], seconds: float
+) -> AsyncGenerator[T | None, None]:
     """The same news, and None whenever `seconds` have brought none."""
-    upcoming = asyncio.ensure_future(anext(deltas, None))
+    upcoming = asyncio.ensure_future(anext(stream, None))
     try:
         while True:
             await asyncio.wait((upcoming,), timeout=seconds)
@@ -40,12 +43,12 @@ async def with_silences(
             elif (news := upcoming.result()) is None:
                 return
             else:
-                upcoming = asyncio.ensure_future(anext(deltas, None))
+                upcoming = asyncio.ensure_future(anext(stream, None))
                 yield news
     finally:
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
-        await deltas.aclose()
+        await stream.aclose()
 
 
 def _joined(first: Delta, then: Delta) -> Delta:

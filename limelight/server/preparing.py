@@ -16,6 +16,8 @@ from limelight.types import Request, RequestError
 
 # Each choice takes its prompt along to the engine; 64 choices of a prompt of 262,144 tokens.
 MOST_PROMPT_TOKENS = 2**24
+# Log-probabilities of a prompt that are told more than once; 300 MB of JSON.
+MOST_TOLD_AGAIN = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,13 @@ def prepare(
                     f"n times the tokens of all prompts must be at most {MOST_PROMPT_TOKENS}",
                     param="n",
                 )
+            _check_told(prompt, question, info)
             requests = make_requests(
                 f"{unique}-{index}", prompt.token_ids, question.params,
                 info=info, tokenizer=prompts.tokenizer,
                 priority=question.shared.priority, cache_salt=question.shared.cache_salt or "",
-                each_tells_prompt=question.echo,
+                # As its own text, with its own log-probabilities.
+                each_tells_prompt=question.echo and question.kind == "completion",
             )  # fmt: skip
             # A prompt is looked at once, however many answers it gets.
             handling = handler.handle(question, demand, prompt)
@@ -69,6 +73,20 @@ def prepare(
                 if handling.parser is not None:
                     prepared.parsers.append(copy.deepcopy(handling.parser))
     return prepared
+
+
+def _check_told(prompt: Prompt, question: Question, info: ModelInfo):
+    """`RequestError` where each of many choices would tell a long prompt's log-probabilities."""
+    params = question.params
+    if params.prompt_logprobs is None:
+        return
+    each = info.vocab_size if params.prompt_logprobs == -1 else 1 + params.prompt_logprobs
+    if (params.n - 1) * len(prompt.token_ids) * each > MOST_TOLD_AGAIN:
+        raise RequestError(
+            f"n choices would tell the log-probabilities of one prompt again, more than "
+            f"{MOST_TOLD_AGAIN} of them",
+            param="prompt_logprobs",
+        )
 
 
 def _truncated(prompt: Prompt, question: Question, info: ModelInfo) -> Prompt:

@@ -43,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     num_body = 0
     num_other = 0
+    has_head = False  # that of the request that is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,11 +62,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.num_other = 0
+        self.has_head = False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            self.has_head = True
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -82,7 +85,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.num_other <= MAX_HEAD:
             return
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        # Of a request behind another one, what is sent would be taken for the other's answer.
+        own = self.has_head and not self.pipeline and not (cycle and cycle.response_started)
+        if own or cycle is None or cycle.response_complete:
             self.send_400_response("The request line and headers are too large.")
         else:
             self.transport.close()

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from starlette.types import Send
 
 from limelight.config import ServerConfig
@@ -23,7 +24,7 @@ from limelight.server.anthropic_answer import MessageAnswer
 from limelight.server.bodies import DetokenizeFields, TokenizeFields, decode
 from limelight.server.generate import GenerateAnswer, read_generate, read_skyrl_generate
 from limelight.server.generation import Generation, Place, Queue
-from limelight.server.http import Call, refusal, send_json, start
+from limelight.server.http import Call, refusal, send_bytes, send_json, start
 from limelight.server.lifecycle import Lifecycle
 from limelight.server.messages import Conversation, ConversationFields, read_conversation
 from limelight.server.openai import Question, Reader
@@ -43,12 +44,11 @@ T = TypeVar("T")
 # Makes what tells the answer to a question with these prompts.
 MakeTeller = Callable[[Question, list[Prompt]], Teller]
 
-# News of a choice, by its index, or none for too long.
-Stream = AsyncGenerator[tuple[int, Delta] | None, None]
-
 # Bodies up to this size have threads of their own, so that the large ones, which take half a second
 # a megabyte to be tokenized, hold up only each other.
 QUICK_BODY = 2**17
+# The same of a prompt whose tokens are told with their log-probabilities.
+QUICK_PROMPT = 512
 NUM_THREADS = 2
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 # A proxy that buffers would hold the stream back.
@@ -115,7 +115,7 @@ class Service:
 
     async def render(self, call: Call, send: Send):
         """/v1/chat/completions/render: the prompt of a chat, as `generate` takes it."""
-        question = await self._read(call, self.reader.chat)
+        question = await self._read(call, self.reader.chat, generates=False)
         [prompt] = await self._in_thread(
             len(call.body), self.prompts.read, question.source,
             add_special_tokens=question.add_special_tokens,
@@ -157,7 +157,8 @@ class Service:
 
     async def count_tokens(self, call: Call, send: Send):
         """/v1/messages/count_tokens"""
-        question = await self._read(call, partial(read_message, self.reader, counts=True))
+        read = partial(read_message, self.reader, counts=True)
+        question = await self._read(call, read, generates=False)
         [prompt] = await self._in_thread(
             len(call.body), self.prompts.read, question.source, add_special_tokens=False
         )
@@ -226,9 +227,10 @@ class Service:
                         await self._send_whole(teller, deltas, send)
                         return
                     interval = question.shared.stream_interval or self.config.stream_interval
-                    chunks = paced(deltas, interval)
+                    chunks = self._chunks(teller, paced(deltas, interval))
                     seconds = self.config.sse_keep_alive_interval
-                    stream: Stream = with_silences(chunks, seconds) if seconds else chunks
+                    stream: AsyncGenerator[bytes | None, None]
+                    stream = with_silences(chunks, seconds) if seconds else chunks
                     async with aclosing(stream):
                         await _send_stream(teller, stream, send)
 
@@ -250,18 +252,46 @@ class Service:
     async def _send_whole(
         self, teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send
     ):
+        size = 0
         async for index, delta in deltas:
-            if delta.prompt_logprobs is None:
-                teller.add(index, delta)
-            else:  # of a long prompt they take a second to tell
-                await self._in_thread(QUICK_BODY + 1, teller.add, index, delta)
-        await send_json(send, teller.whole())
+            size = max(size, _size_to_tell(delta))
+            await self._by_size(_size_to_tell(delta), teller.add, index, delta)
+        body = await self._by_size(size, lambda: msgspec.json.encode(teller.whole()))
+        await send_bytes(send, 200, body, media="application/json")
 
-    async def _read(self, call: Call, read: Callable[[bytes, str], T]) -> T:
+    async def _chunks(
+        self, teller: Teller, deltas: AsyncGenerator[tuple[int, Delta], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, where there are any to tell."""
+        async with aclosing(deltas):
+            async for index, delta in deltas:
+                if chunks := await self._by_size(
+                    _size_to_tell(delta),
+                    lambda told: b"".join(teller.chunks(*told)),
+                    (index, delta),
+                ):
+                    yield chunks
+
+    async def _read(
+        self, call: Call, read: Callable[[bytes, str], T], *, generates: bool = True
+    ) -> T:
         """What a body says; of one that is not quick to read, in a thread."""
         if len(call.body) <= QUICK_BODY:
             return read(call.body, call.id)
-        return await self._in_thread(len(call.body), read, call.body, call.id)
+        if not generates:
+            return await self._in_thread(len(call.body), read, call.body, call.id)
+        # Reading may wait for that of others: who is to be refused is so before.
+        self.lifecycle.admit_generation()
+        with Place(self.queue, 1):
+            return await self._in_thread(len(call.body), read, call.body, call.id)
+
+    async def _by_size(
+        self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call the function, in a thread if what it works on is large."""
+        if size <= QUICK_BODY:
+            return function(*args, **kwargs)
+        return await self._in_thread(size, function, *args, **kwargs)
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -272,17 +302,21 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
-async def _send_stream(teller: Teller, stream: Stream, send: Send):
+def _size_to_tell(delta: Delta) -> int:
+    """As of a body: one beyond the quick ones if it has a long prompt's log-probabilities."""
+    return QUICK_BODY + int(len(delta.prompt_logprobs or ()) > QUICK_PROMPT)
+
+
+async def _send_stream(teller: Teller, stream: AsyncIterator[bytes | None], send: Send):
     """Stream the answer; what goes wrong before its first bytes is raised, later it is an event."""
     started = False
     try:
         async for news in stream:
-            chunks = KEEP_ALIVE if news is None else b"".join(teller.chunks(*news))
-            if chunks and not started:
+            if not started:
                 started = True
                 await start(send, 200, STREAM_HEADERS)
-            if chunks:
-                await send({"type": "http.response.body", "body": chunks, "more_body": True})
+            chunks = KEEP_ALIVE if news is None else news
+            await send({"type": "http.response.body", "body": chunks, "more_body": True})
         last = b"".join(teller.last_chunks())
     except Exception as error:
         if not started:

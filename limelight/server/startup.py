@@ -102,14 +102,16 @@ def load_texts(engine: EngineConfig, server: ServerConfig) -> Texts:
 def sampling_defaults(
     engine: EngineConfig, choice: str, override: dict[str, object]
 ) -> dict[str, float | int]:
-    """Sampling in generation_config.json, but for what `override` says.
+    """Sampling in generation_config.json, but for what `override` says: null is no default.
 
     `choice` is auto, vllm (neutral) or another model.
     """
     for name in override:
         if name not in DEFAULTS:
             raise ValueError(f"{OVERRIDE} has no key {name!r}; it has {', '.join(DEFAULTS)}")
-    values = _stated_defaults(engine, choice) | _checked(override, OVERRIDE)
+    stated = _stated_defaults(engine, choice)
+    values = {name: value for name, value in stated.items() if name not in override}
+    values |= _checked(override, OVERRIDE)
     if values:
         logger.info("sampling defaults: %s", json.dumps(values))
     return values

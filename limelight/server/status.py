@@ -55,7 +55,10 @@ class StatusRoutes:
 
     async def tokenizer_info(self, request: Request) -> Response:
         prompts = self.service.prompts
-        config = {} if prompts.tokenizer is None else dict(prompts.tokenizer.config)
+        config = {} if prompts.tokenizer is None else prompts.tokenizer.config
+        # Where it was made is no one's business.
+        private = [name for name in config if name.endswith("_file") or name == "name_or_path"]
+        config = {name: value for name, value in config.items() if name not in private}
         if prompts.template is not None:
             config["chat_template"] = prompts.template.sources["default"]
         return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **config})

@@ -145,6 +145,7 @@ def test_penalties_follow_the_output_as_it_grows():
 def test_bias_and_allowed_ids_decide_who_may_come():
     assert pick(ask(temperature=0, logit_bias={3: 50.0}), logits_of(2.0)) == 3
     assert pick(ask(temperature=0, logit_bias={0: -100.0}), logits_of(2.0, 1.0)) == 1
+    assert pick(ask(temperature=0, logit_bias={0: -100}), logits_of(2.0, 1.0)) == 1
     assert pick(ask(temperature=0, allowed_token_ids=[4, 2]), logits_of(5, 4, 1, 0, 2)) == 4
 
 

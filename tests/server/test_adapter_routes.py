@@ -10,6 +10,7 @@ from limelight.config import EngineConfig, ServerConfig
 from limelight.engine.client import AdapterLost, OrderFailed
 from limelight.orders import Order, UnloadAdapter
 from limelight.server.app import create_app
+from limelight.server.openai import Reader
 from limelight.types import LoRARequest
 
 ROUTES = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter"]
@@ -100,6 +101,15 @@ def test_a_request_names_its_adapter_on_every_route(served):
         assert api.post(path, json={"model": MODEL, **body}).json()["model"] == MODEL
         assert api.engine.requests[-1].adapter_id == 0
         assert api.post(path, json={"model": "none", **body}).status_code == 404
+
+
+def test_an_adapter_that_goes_while_its_request_is_read_is_a_404(served, monkeypatch):
+    api = served()
+    monkeypatch.setattr(Reader, "_check_chat", lambda reader, own: reader.adapters.pop("first"))
+    body = {"model": "first", "messages": [{"role": "user", "content": "Hi"}]}
+    answer = api.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
+    assert api.engine.requests == []
 
 
 def test_an_adapter_is_loaded_and_unloaded(served, folder):

@@ -110,16 +110,29 @@ def test_each_choice_has_the_logprobs_of_its_prompt_which_are_computed_once(make
     assert [choice["logprobs"]["tokens"][:2] for choice in echoed] == [["a", "b"]] * 2
 
 
-def test_a_prompts_logprobs_are_told_where_they_hold_up_no_one(api, monkeypatch):
+def test_a_long_prompts_logprobs_are_told_where_they_hold_up_no_one(api, monkeypatch):
     threads = []
+    monkeypatch.setattr("limelight.server.service.QUICK_PROMPT", 4)
 
     def told(*entries):
         threads.append(threading.current_thread().name)
         return prompt_logprobs(*entries)
 
     monkeypatch.setattr("limelight.server.answers.prompt_logprobs", told)
-    assert api.complete("ab", prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"][1]
-    assert [name.startswith("slow") for name in threads] == [True]
+    for prompt, slow in (("ab", False), ("abcdef", True)):
+        [choice] = api.complete(prompt, prompt_logprobs=1).json()["choices"]
+        assert len(choice["prompt_logprobs"]) == len(prompt)
+        assert threads.pop().startswith("slow") == slow and not threads
+        streamed = {"stream": True, "echo": True, "logprobs": 1}
+        assert api.complete(prompt, **streamed).text.endswith("data: [DONE]\n\n")
+
+
+def test_many_choices_do_not_each_tell_a_long_prompt(api, monkeypatch):
+    monkeypatch.setattr("limelight.server.preparing.MOST_TOLD_AGAIN", 12)
+    for n, status in ((3, 200), (4, 400)):
+        answer = api.complete("ab", n=n, temperature=1, prompt_logprobs=2)
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
 
 
 def test_prompt_logprobs_are_by_token_id_and_start_with_null(api):

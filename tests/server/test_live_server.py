@@ -199,11 +199,11 @@ def start_streams(server, engine, threads, count: int = 3):
 
 
 def test_a_silent_stream_sends_comments_that_clients_skip(live):
-    engine = FakeEngine(lambda request: ids("ab"), slow=0.3)
+    engine = FakeEngine(lambda request: ids("ab"), slow=0.5)
     server = live(engine, sse_keep_alive_interval=0.1)
     body = {"messages": MESSAGES, "stream": True}
     text = server.post(CHAT, json=body).text
-    assert text.startswith(": keep-alive\n\n") and text.count(": keep-alive\n\n") >= 6
+    assert text.startswith(": keep-alive\n\n") and text.count(": keep-alive\n\n") >= 3
     assert text.endswith("data: [DONE]\n\n")
     stream = client_of(server).chat.completions.create(
         model="tiny", messages=MESSAGES, stream=True, n=2, temperature=1
@@ -213,6 +213,13 @@ def test_a_silent_stream_sends_comments_that_clients_skip(live):
     engine.refused = "no token is left"
     assert "no token is left" in server.post(CHAT, json=body).text
     assert server.post(CHAT, json=body | {"n": 0}).status_code == 400
+
+
+def test_tokens_that_a_stream_keeps_to_itself_are_no_news(live):
+    server = live(FakeEngine(lambda request: ids("a" * 12), slow=0.1), sse_keep_alive_interval=0.25)
+    # It may become a stop string.
+    body = {"messages": MESSAGES, "stream": True, "stop": ["a" * 20]}
+    assert server.post(CHAT, json=body).text.count(": keep-alive\n\n") >= 2
 
 
 def test_a_client_that_leaves_a_silent_stream_ends_its_request(live):

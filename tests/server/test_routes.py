@@ -160,11 +160,12 @@ def test_a_preflight_needs_no_key_and_only_listed_origins_pass(make_api):
     assert "access-control-allow-origin" not in preflight(api, "https://evil.example").headers
 
 
-def test_the_tokenizer_is_told_where_that_is_allowed(make_api, template):
+def test_the_tokenizer_is_told_where_that_is_allowed(make_api, tokenizer, template, monkeypatch):
     assert make_api().get("/tokenizer_info").status_code == 404
+    monkeypatch.setitem(tokenizer.config, "vocab_file", "/home/someone/vocab.json")
     told = make_api(enable_tokenizer_info_endpoint=True).get("/tokenizer_info").json()
     assert told["eos_token"] == "<|end|>" and told["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert told["chat_template"] == template.sources["default"]
+    assert told["chat_template"] == template.sources["default"] and "vocab_file" not in told
     bare = make_api(enable_tokenizer_info_endpoint=True, texts=False, api_key=["a"])
     assert bare.get("/tokenizer_info").status_code == 401
     headers = {"authorization": "Bearer a"}

@@ -39,6 +39,7 @@ def test_sampling_defaults_of_the_command_line_go_before_the_model_s(tmp_path):
     override: dict[str, object] = {"temperature": 0.5, "min_p": 0.1}
     assert sampling_defaults(engine, "auto", override) == {"top_k": 20, **override}
     assert sampling_defaults(engine, "vllm", override) == override
+    assert sampling_defaults(engine, "auto", {"top_k": None}).keys() & {"top_k"} == set()
 
 
 @pytest.mark.parametrize(
