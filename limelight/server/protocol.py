@@ -88,6 +88,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # Of a request behind another one, what is sent would be taken for the other's answer.
         own = self.has_head and not self.pipeline and not (cycle and cycle.response_started)
         if own or cycle is None or cycle.response_complete:
+            if own and cycle is not None:
+                cycle.disconnected = True  # or it would still be answered, though to no one
             self.send_400_response("The request line and headers are too large.")
         else:
             self.transport.close()

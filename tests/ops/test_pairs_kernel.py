@@ -33,7 +33,7 @@ def compile_cases() -> list[Case]:
         Case(
             f"pairs T{tokens} N{count} M{block_m} {absent}",
             lambda t=tokens, n=count, m=block_m, a=absent: sort_pairs(
-                meta(t, n, dtype=torch.int64), 256 // (1 + a), m, absent=a
+                meta(*((t * n, 1) if a else (t, n)), dtype=torch.int64), 256 // (1 + a), m, absent=a
             ),
             decode=tokens * count <= SORTED_AT_ONCE,
         )
