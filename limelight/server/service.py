@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
@@ -47,7 +47,7 @@ MakeTeller = Callable[[Question, list[Prompt]], Teller]
 # Bodies up to this size have threads of their own, so that the large ones, which take half a second
 # a megabyte to be tokenized, hold up only each other.
 QUICK_BODY = 2**17
-# The same of a prompt whose tokens are told with their log-probabilities.
+# Tokens of a prompt that are told with their log-probabilities at once.
 QUICK_PROMPT = 512
 NUM_THREADS = 2
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
@@ -252,11 +252,11 @@ class Service:
     async def _send_whole(
         self, teller: Teller, deltas: AsyncIterator[tuple[int, Delta]], send: Send
     ):
-        size = 0
+        is_long = False
         async for index, delta in deltas:
-            size = max(size, _size_to_tell(delta))
-            await self._by_size(_size_to_tell(delta), teller.add, index, delta)
-        body = await self._by_size(size, lambda: msgspec.json.encode(teller.whole()))
+            is_long |= _is_long(delta)
+            await self._told(_is_long(delta), teller.add, index, delta)
+        body = await self._told(is_long, lambda: msgspec.json.encode(teller.whole()))
         await send_bytes(send, 200, body, media="application/json")
 
     async def _chunks(
@@ -265,11 +265,8 @@ class Service:
         """The events of a stream, where there are any to tell."""
         async with aclosing(deltas):
             async for index, delta in deltas:
-                if chunks := await self._by_size(
-                    _size_to_tell(delta),
-                    lambda told: b"".join(teller.chunks(*told)),
-                    (index, delta),
-                ):
+                chunks = await self._told(_is_long(delta), _joined, teller.chunks, index, delta)
+                if chunks:
                     yield chunks
 
     async def _read(
@@ -285,13 +282,13 @@ class Service:
         with Place(self.queue, 1):
             return await self._in_thread(len(call.body), read, call.body, call.id)
 
-    async def _by_size(
-        self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def _told(
+        self, is_long: bool, tell: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call the function, in a thread if what it works on is large."""
-        if size <= QUICK_BODY:
-            return function(*args, **kwargs)
-        return await self._in_thread(size, function, *args, **kwargs)
+        """Tell news, in a thread if they are long."""
+        if not is_long:
+            return tell(*args, **kwargs)
+        return await self._in_thread(QUICK_BODY + 1, tell, *args, **kwargs)
 
     async def _in_thread(
         self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -302,9 +299,13 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
-def _size_to_tell(delta: Delta) -> int:
-    """As of a body: one beyond the quick ones if it has a long prompt's log-probabilities."""
-    return QUICK_BODY + int(len(delta.prompt_logprobs or ()) > QUICK_PROMPT)
+def _is_long(delta: Delta) -> bool:
+    """Whether it has a long prompt's log-probabilities, which take a second to tell."""
+    return len(delta.prompt_logprobs or ()) > QUICK_PROMPT
+
+
+def _joined(chunks: Callable[[int, Delta], Iterable[bytes]], index: int, delta: Delta) -> bytes:
+    return b"".join(chunks(index, delta))
 
 
 async def _send_stream(teller: Teller, stream: AsyncIterator[bytes | None], send: Send):
