@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -118,12 +119,26 @@ def stages(tensor: torch.Tensor, count: int) -> int:
     device with less room."""
     if tensor.itemsize == 4:
         count = fewer_stages(count)
-    roomy = not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] in ROOMY
-    return count if roomy else fewer_stages(count)
+    return count if is_roomy(tensor) else fewer_stages(count)
+
+
+def is_roomy(tensor: torch.Tensor) -> bool:
+    """Whether programs on its device may have 227 KB of shared memory."""
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] in ROOMY
 
 
 def fewer_stages(count: int) -> int:
     return max(1, count // 2)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def processors(tensor: torch.Tensor) -> int:
+    """Multiprocessors of its device; without a GPU, some."""
+    return _processors(tensor.device) if tensor.is_cuda else 3
 
 
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:

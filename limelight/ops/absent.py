@@ -7,6 +7,7 @@ kernels; what it reads of a tensor is zeros. So all that a start will launch is 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,6 +132,7 @@ def absent_gpu(capability: int, *, memory: int = PLENTY) -> Iterator[AbsentTenso
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: divmod(capability, 10),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "mem_get_info": lambda device=None: (memory, memory),
         "synchronize": lambda device=None: None,
     }

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import BLOCK, FP4, LEFT_OF_SUMS, PlainOrFP4, stacked
+from limelight.ops.fp4 import BLOCK, FP4, PlainOrFP4, stacked
+from limelight.ops.fp4_codes import LEFT
 from limelight.ops.thin import block_sums, blocks_of, decoded
 
 
@@ -145,12 +146,13 @@ def _columns_of_blocks(y, c, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B:
 @triton.jit
 def _fp4_swiglu_rows(
     gates, ups, y, stride_y, out, stride_out, inside_F,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, FP32: tl.constexpr, LEFT: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     """`_held_swiglu_rows` of NVFP4 weights, each decoded once for all rows."""
     BLOCK_R: tl.constexpr = gates[0][0].shape[0]
     BLOCK_B: tl.constexpr = gates[0][0].shape[1]
     CHUNKS: tl.constexpr = len(gates[0])
+    dtype: tl.constexpr = y.dtype.element_ty
     row, gate_sums, up_sums = (), (), ()
     if ROWS == 1:
         for c in tl.static_range(CHUNKS):
@@ -160,7 +162,7 @@ def _fp4_swiglu_rows(
         zero = tl.zeros((BLOCK_R, BLOCK_B), tl.float32)
         gate_sums, up_sums = gate_sums + (zero,), up_sums + (zero,)  # type: ignore[assignment]
     for c in tl.static_range(CHUNKS):
-        gate, up = decoded(gates[0][c], gates[1][c]), decoded(ups[0][c], ups[1][c])
+        gate, up = decoded(gates[0][c], gates[1][c], dtype), decoded(ups[0][c], ups[1][c], dtype)
         old_gates, old_ups = gate_sums, up_sums
         gate_sums, up_sums = (), ()
         for t in tl.static_range(ROWS):
@@ -184,7 +186,7 @@ def _gate_up_kernel(
     y, gate_up, scales, factors, shared_gate_up, shared_scales, shared_factors, ids, inner,
     rows, stride_y,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    ROWS: tl.constexpr, FP32: tl.constexpr, LEFT: tl.constexpr, BLOCK_F: tl.constexpr,
+    ROWS: tl.constexpr, FP32: tl.constexpr, BLOCK_F: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_F channels of a chosen expert of one row, or of the shared expert of all ROWS.
@@ -215,7 +217,7 @@ def _gate_up_kernel(
                 )  # fmt: skip
             else:
                 _fp4_swiglu_rows(
-                    gates, ups, y, stride_y, into_F, WIDTH, f < SHARED, SIZE, ROWS, FP32, LEFT
+                    gates, ups, y, stride_y, into_F, WIDTH, f < SHARED, SIZE, ROWS, FP32
                 )  # fmt: skip
     else:
         # The next kernel starts when all programs of this one have come so far: the ids, which
@@ -237,7 +239,7 @@ def _gate_up_kernel(
             tl.store(into_F, _held_swiglu(gates, ups, row, FP32, dtype), mask=f < INNER)
         else:
             _fp4_swiglu_rows(
-                gates, ups, y + t * stride_y, 0, into_F, 0, f < INNER, SIZE, 1, FP32, LEFT
+                gates, ups, y + t * stride_y, 0, into_F, 0, f < INNER, SIZE, 1, FP32
             )  # fmt: skip
 
 
@@ -366,7 +368,7 @@ def _held_down_fp4(
 def _summed_down_fp4(
     held, inner, weights_N, added, out, d_XD, scale,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    SCALED: tl.constexpr, LEFT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """`_summed_down` of NVFP4 weights."""
     BLOCK_N: tl.constexpr = held[0][0][0].shape[0]
@@ -378,6 +380,7 @@ def _summed_down_fp4(
     f = tl.arange(0, BLOCK_B)[:, None, None, None, None] * 16 + tl.arange(0, 8)
     f = tl.broadcast_to(f, (BLOCK_B, BLOCK_N, X, 1, 8))
     width = tl.minimum(COUNT * INNER + SHARED - n * INNER, INNER)
+    dtype: tl.constexpr = inner.dtype.element_ty
     row, sums = (), ()
     for start in tl.static_range(0, INNER, BLOCK_B * 16):
         for half in tl.static_range(2):
@@ -396,7 +399,7 @@ def _summed_down_fp4(
         old = sums
         sums = ()
         for i in tl.static_range(ITEMS):
-            sum_ = block_sums(decoded(held[0][i][c], held[1][i][c]), low, high)
+            sum_ = block_sums(decoded(held[0][i][c], held[1][i][c], dtype), low, high)
             sums = sums + (old[i] + sum_,)
     out_NXD = tl.reshape(tl.sum(stacked(sums), axis=3), (BLOCK_N, X, ITEMS)) * held[2] * LEFT
     _store_summed(out_NXD, weights_N, added, out, d_XD, scale, SIZE, SHARED, COUNT, SCALED)
@@ -407,7 +410,7 @@ def _down_kernel(
     inner, down, scales, factors, shared_down, shared_scales, shared_factors, weights, ids, added,
     out, rows, scale,
     SIZE: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    SCALED: tl.constexpr, LEFT: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, COPIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D channels of one row's result.
@@ -446,7 +449,6 @@ def _down_kernel(
     else:
         _summed_down_fp4(
             tiles, inner, weights_N, added, out, d_XD, scale, SIZE, INNER, SHARED, COUNT, SCALED,
-            LEFT,
         )  # fmt: skip
 
 
@@ -518,7 +520,7 @@ def few_moe(
     blocks = rows * count * cdiv(width, tile["BLOCK_F"])
     _gate_up_kernel[(blocks + cdiv(shared, tile["BLOCK_F"]),)](
         y_TD, *_parts(gate_up_EGD), *_parts(shared_gate_up_GD), ids_TN, inner_TF,
-        rows, y_TD.stride(0), **sizes, ROWS=rows if shared else 0, FP32=fp32, LEFT=LEFT_OF_SUMS,
+        rows, y_TD.stride(0), **sizes, ROWS=rows if shared else 0, FP32=fp32,
         **tile | {"CHUNK": _chunk(size, tile["CHUNK"])}, **pdl(y_TD),
     )  # fmt: skip
     tile = by_size(DOWN_FP4 if fp4 else DOWN, columns)
@@ -530,7 +532,7 @@ def few_moe(
     copies = min(max(at_once // (block_n * chunk), 1), tile["BLOCK_D"])
     _down_kernel[(rows * cdiv(size, tile["BLOCK_D"]),)](
         inner_TF, *_parts(down_EDF), *_parts(shared_down_DF), weights_TN, ids_TN, added_TD, out_TD,
-        rows, scale, **sizes, SCALED=scale != 1.0, LEFT=LEFT_OF_SUMS, BLOCK_N=block_n,
+        rows, scale, **sizes, SCALED=scale != 1.0, BLOCK_N=block_n,
         COPIES=copies, **tile | {"CHUNK": chunk}, **pdl(y_TD),
     )  # fmt: skip
     return out_TD

@@ -1,10 +1,10 @@
 """Weights of four bits, NVFP4: w = code * scale * row, in blocks of 16 neighbours of a row.
 
-A code is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two in a byte, the low half first;
-a scale is E4M3 without its sign, one for each block; what a checkpoint has as one FP32 scale of a
-tensor is kept for each row, so that matrices with different ones can lie in one. code * scale has
-six significant bits: it is exact in BF16 and in FP16. The row's scale is applied in FP32 to the
-sum of a product, never to a weight.
+A code is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), eight in a word whose bits are
+mixed (`fp4_codes.py`); a scale is E4M3 without its sign, one for each block; what a checkpoint has
+as one FP32 scale of a tensor is kept for each row, so that matrices with different ones can lie in
+one. code * scale has six significant bits: it is exact in BF16 and in FP16. The row's scale is
+applied in FP32 to the sum of a product, never to a weight.
 
 `product` multiplies few rows with weights that it decodes in registers; for more, torch multiplies
 unpacked ones.
@@ -19,19 +19,24 @@ import triton.language as tl
 
 from limelight.ops import by_size, cdiv, invariant, is_batch_invariant, op, pdl, stages
 from limelight.ops.activation import rounded_swiglu
+from limelight.ops.fp4_codes import (
+    LEFT,
+    values_of,
+    weights_of,
+    weights_of_64,
+    words_of,
+)
 
 BLOCK = 16
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# The interpreter has no assembly.
-ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)
 class FP4:
     """Matrices [..., N, K] of NVFP4 weights.
 
-    `codes` uint8 [..., N, K / 2], `scales` float8_e4m3fn [..., N, K / 16], `rows` FP32 [..., N].
-    `values`, where there is memory for them: code * scale [N, K] in the type of activations.
+    `codes` uint8 [..., N, K / 2], mixed, `scales` float8_e4m3fn [..., N, K / 16], `rows` FP32
+    [..., N]. `values`, where there is memory for them: code * scale [N, K] in the type of activations.
     """
 
     codes: torch.Tensor
@@ -97,19 +102,13 @@ Matrices = PlainOrFP4 | Unpacked
 
 # Weights that the reference has in FP32 at a time.
 UNPACKED_AT_ONCE = 2**22
-# What kernels leave out of a weight, exactly, for the row's scale to make good: powers of two that
-# come of reading codes and scales as FP16 or BF16 of other exponents.
-LEFT_OF_SUMS, LEFT_OF_WEIGHTS = 2.0**22, 2.0**8
-LEFT = tl.constexpr(LEFT_OF_WEIGHTS)
 
 
 def unpack_reference(
     codes_NX: torch.Tensor, scales_NB: torch.Tensor, *, dtype: torch.dtype
 ) -> torch.Tensor:
     """code * scale of every weight, [..., N, K]; exact in BF16, FP16 and FP32."""
-    halves = torch.stack((codes_NX & 15, codes_NX >> 4), dim=-1).flatten(-2).int()
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes_NX.device)
-    blocks = table[halves].unflatten(-1, (-1, BLOCK)) * scales_NB.float()[..., None]
+    blocks = values_of(codes_NX).unflatten(-1, (-1, BLOCK)) * scales_NB.float()[..., None]
     return blocks.flatten(-2).to(dtype)
 
 
@@ -127,25 +126,6 @@ def multiply_reference(x_TF: torch.Tensor, weight_DF: FP4) -> torch.Tensor:
 
 
 @triton.jit
-def _code(word, j: tl.constexpr):
-    """The j-th code of each word, FP16 times 2^-14."""
-    left: tl.constexpr = 9 - 4 * j
-    sign = (word >> (4 * j - 12) if j > 3 else word << (12 - 4 * j)) & 0x8000
-    size = (word << left if j < 3 else word >> -left) & 0x0E00
-    return (sign | size).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _eight(v0, v1, v2, v3, v4, v5, v6, v7):
-    """[...] eight times -> [..., 8]; all in registers."""
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    joined = tl.join(even, odd)
-    shape: tl.constexpr = even.shape[:-2] + [8]
-    return tl.reshape(joined, shape)
-
-
-@triton.jit
 def stacked(tiles):
     """2^n tensors [...] as one [..., 2^n]; all in registers."""
     shape: tl.constexpr = tiles[0].shape
@@ -159,156 +139,6 @@ def stacked(tiles):
                 halved = halved + (pair,)  # type: ignore[assignment]
             joined = halved
     return tl.reshape(joined[0], shape + [COUNT])
-
-
-@triton.jit
-def codes_of(word):
-    """The 8 codes of each int32 of a row: FP32 [..., 8], times 2^-14.
-
-    With `block_scale` they give sums that are LEFT_OF_SUMS times too small.
-    """
-    if not ASSEMBLY:
-        return _eight(
-            _code(word, 0), _code(word, 1), _code(word, 2), _code(word, 3),
-            _code(word, 4), _code(word, 5), _code(word, 6), _code(word, 7),
-        ).to(tl.float32)  # fmt: skip
-    # Codes j and j + 4 lie 16 bits apart: both at once are a pair of FP16.
-    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b;
-        .reg .b16 l, h;
-        shl.b32 a, $8, 12; and.b32 a, a, 0x80008000; shl.b32 b, $8, 9;
-        and.b32 b, b, 0x0E000E00; or.b32 b, b, a; mov.b32 {l, h}, b;
-        cvt.f32.f16 $0, l; cvt.f32.f16 $4, h;
-        shl.b32 a, $8, 8; and.b32 a, a, 0x80008000; shl.b32 b, $8, 5;
-        and.b32 b, b, 0x0E000E00; or.b32 b, b, a; mov.b32 {l, h}, b;
-        cvt.f32.f16 $1, l; cvt.f32.f16 $5, h;
-        shl.b32 a, $8, 4; and.b32 a, a, 0x80008000; shl.b32 b, $8, 1;
-        and.b32 b, b, 0x0E000E00; or.b32 b, b, a; mov.b32 {l, h}, b;
-        cvt.f32.f16 $2, l; cvt.f32.f16 $6, h;
-        and.b32 a, $8, 0x80008000; shr.b32 b, $8, 3;
-        and.b32 b, b, 0x0E000E00; or.b32 b, b, a; mov.b32 {l, h}, b;
-        cvt.f32.f16 $3, l; cvt.f32.f16 $7, h;
-        }
-        """,
-        "=f,=f,=f,=f,=f,=f,=f,=f,r",
-        [word],
-        (tl.float32,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    return _eight(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def block_scale(scale):
-    """The scales of E4M3 bits (uint8), FP32, times 2^-8."""
-    return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-# Codes j and j + 4 of a word are a pair of BF16, times 2^-126: three bits of the word moved, the
-# sign of words that have no others. Each is multiplied by the scale times 2^118, BF16, twice in $9.
-DECODED_PAIRS = tl.constexpr(
-    """
-    {
-    .reg .b32 a, b, e, o, m, z;
-    mov.b32 z, 0x80008000; mov.b32 m, 0x01C001C0;
-    and.b32 e, $8, 0x08080808; and.b32 o, $8, 0x80808080;
-    shl.b32 a, e, 12; shl.b32 b, $8, 6; lop3.b32 b, b, a, m, 0xE4;
-    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$0, $4}, b;
-    shl.b32 a, o, 8; shl.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
-    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$1, $5}, b;
-    shl.b32 a, e, 4; shr.b32 b, $8, 2; lop3.b32 b, b, a, m, 0xE4;
-    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$2, $6}, b;
-    shr.b32 b, $8, 6; lop3.b32 b, b, o, m, 0xE4;
-    fma.rn.bf16x2 b, b, $9, z; mov.b32 {$3, $7}, b;
-    }
-    """
-)
-
-
-@triton.jit
-def _scaled(word, pair):
-    """The 8 weights of each int32, BF16 [..., 8], by DECODED_PAIRS."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        DECODED_PAIRS,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [word, pair],
-        (tl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    return _eight(v0, v1, v2, v3, v4, v5, v6, v7)
-
-
-@triton.jit
-def weights_of(word, scale, dtype: tl.constexpr):
-    """The 8 weights of each int32 of a row, without the row's scale: [..., 8] in `dtype`.
-
-    `scale` has the bits of each word's block (uint8). They are LEFT_OF_WEIGHTS times too small.
-    """
-    if dtype != tl.bfloat16 or not ASSEMBLY:
-        scale = tl.expand_dims(block_scale(scale) * 16384.0, -1)
-        values = (codes_of(word) * scale).to(dtype)
-    else:
-        # The bits of E4M3 are those of a BF16 times 2^-120.
-        pair = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, c, z;
-            mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
-            mul.lo.u32 s, $1, 0x00100010;
-            fma.rn.bf16x2 s, s, c, z; fma.rn.bf16x2 $0, s, c, z;
-            }
-            """,
-            "=r,r",
-            [scale.to(tl.int32)],
-            tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        values = _scaled(word, pair)
-    return values
-
-
-@triton.jit
-def _four(v0, v1, v2, v3):
-    """[...] four times -> [..., 4]; all in registers."""
-    joined = tl.join(tl.join(v0, v2), tl.join(v1, v3))
-    return tl.reshape(joined, v0.shape + [4])
-
-
-@triton.jit
-def weights_of_64(word, scale, dtype: tl.constexpr):
-    """`weights_of` runs [..., 8] of words: [..., 8, 8]. `scale` has all four scales of a run."""
-    words: tl.constexpr = word.shape
-    twice: tl.constexpr = scale.shape + [4, 2]
-    if dtype != tl.bfloat16 or not ASSEMBLY:
-        bits = _four(scale & 255, (scale >> 8) & 255, (scale >> 16) & 255, (scale >> 24) & 255)
-        bits = tl.reshape(tl.broadcast_to(tl.expand_dims(bits, -1), twice), words)
-        return weights_of(word, bits, dtype)
-    s0, s1, s2, s3 = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, z;
-        mov.b32 z, 0x80008000; mov.b32 c, 0x7B007B00;
-        shl.b32 a, $4, 4; and.b32 a, a, 0x0FF00FF0;
-        shr.b32 b, $4, 4; and.b32 b, b, 0x0FF00FF0;
-        fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 a, a, c, z;
-        fma.rn.bf16x2 b, b, c, z; fma.rn.bf16x2 b, b, c, z;
-        prmt.b32 $0, a, a, 0x1010; prmt.b32 $2, a, a, 0x3232;
-        prmt.b32 $1, b, b, 0x1010; prmt.b32 $3, b, b, 0x3232;
-        }
-        """,
-        "=r,=r,=r,=r,r",
-        [scale],
-        (tl.int32,) * 4,
-        is_pure=True,
-        pack=1,
-    )
-    pair = tl.expand_dims(_four(s0, s1, s2, s3), -1)
-    return _scaled(word, tl.reshape(tl.broadcast_to(pair, twice), words))
 
 
 @triton.jit
@@ -351,11 +181,6 @@ def _launch_unpack(
     return out_NK
 
 
-def words_of(codes_NX: torch.Tensor) -> torch.Tensor:
-    """Codes as int32 [..., N, K / 8]: what kernels read."""
-    return codes_NX.view(torch.int32)
-
-
 unpack = op(reference=unpack_reference, kernel=_launch_unpack)
 
 
@@ -394,7 +219,7 @@ def _scales_at(scales, row_N, inside_N, start, K: tl.constexpr, EVEN: tl.constex
 def sums_of(
     words, scales, row_N, inside_N, x_M, valid_M, first, end, K: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Products of rows `row_N` of a weight with those at `x_M`, FP32 [N, M], LEFT_OF_WEIGHTS too
+    """Products of rows `row_N` of a weight with those at `x_M`, FP32 [N, M], LEFT times too
     small. Columns `first` to `end`, 256 at a time; EVEN: there are no others, and all rows are
     inside.
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from limelight.ops import cdiv, next_power_of_2
-from limelight.ops.fp4 import FP4, LEFT, outputs_of, row_of, stacked, weights_of, words_of
+from limelight.ops.fp4 import FP4, outputs_of, row_of, stacked
+from limelight.ops.fp4_codes import LEFT, weights_of, words_of
 
 # Columns that a warp takes at a time.
 SPAN = tl.constexpr(128)
@@ -102,7 +103,7 @@ def sums(
     tiles, pairs, x_M, valid_M, K: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
     ALONG: tl.constexpr,
 ):  # fmt: skip
-    """Products of `held` rows with up to 8 at `x_M`: FP32 [BLOCK_N, 8], LEFT_OF_WEIGHTS too
+    """Products of `held` rows with up to 8 at `x_M`: FP32 [BLOCK_N, 8], LEFT times too
     small."""
     dtype: tl.constexpr = x_M.dtype.element_ty
     ITEMS: tl.constexpr = BLOCK_N * ALONG // (16 * WARPS)

@@ -31,8 +31,8 @@ from limelight.ops.fp4 import (
     product_tile,
     scale_words,
     unpack,
-    words_of,
 )
+from limelight.ops.fp4_codes import words_of
 from limelight.ops.pairs import sort_pairs
 
 

@@ -1,27 +1,27 @@
-"""NVFP4 experts for some rows each: sorted blocks of 8 rows, weights straight into registers.
+"""NVFP4 experts for some rows each: sorted blocks of 8 rows, weights decoded in registers.
 
-In Gluon, for a thread must load the very words that it multiplies. Of 128 columns, a chunk, the
-four threads that share a row of the matrix units' left operand have 32 each that lie together, and
-columns are taken in the order in which they are decoded; those of x lie in shared memory in that
-order. What a thread will decode next is under way while it decodes.
+Programs stay: each takes as many tiles of weights, one after the other, and copies what comes next
+into a ring of shared memory, whatever unit it belongs to. In Gluon, for a thread must load the very
+words that it multiplies. Of 128 columns the four threads that share a row of the matrix units' left
+operand have 32 each that lie together, and columns are taken in the order in which they are
+decoded; those of x lie in shared memory in that order.
 """
 
 import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from limelight.ops import by_size, cdiv, pdl
+from limelight.ops import cdiv, is_roomy, next_power_of_2, pdl, processors
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import BLOCK, DECODED_PAIRS, FP4, LEFT
+from limelight.ops.fp4 import BLOCK, FP4
+from limelight.ops.fp4_codes import DECODED_PAIRS, LEFT
 from limelight.ops.fp4_few import few_parts
 
-# Rows of a block, and the columns of a chunk.
+# Rows of a block, and the columns that are decoded together.
 BLOCK_M = 8
 SPAN = gl.constexpr(128)
-# Chunks of x that a program holds, of all of its rows: 32 KB.
-MOST_HELD = 16
 _rounded_swiglu = gluon.jit(rounded_swiglu.fn)
 
 
@@ -91,16 +91,11 @@ def _operand_layout(warps):
 
 
 @gluon.constexpr_function
-def _chunks(columns, ahead):
-    """Chunks of a row, a multiple of those that are under way."""
-    return -(-columns // (128 * ahead)) * ahead
-
-
-@gluon.constexpr_function
-def _held(chunks):
-    """Chunks of x that a program holds at a time, a power of two: all of them, else few, for they
-    come through registers while weights are under way."""
-    return 1 << (chunks - 1).bit_length() if chunks <= MOST_HELD else MOST_HELD // 2
+def _copied(rows, columns, each, warps):
+    """How rows of a stage are copied: `each` neighbours in a thread, a line of memory by as many
+    threads as it takes."""
+    across = min(columns // each, 32)
+    return gl.BlockedLayout([1, each], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -112,46 +107,6 @@ def _row_of(first, i, N: gl.constexpr, GATED: gl.constexpr):
         n = first + i // 16 * 8 + i % 8
         row = n + i // 8 % 2 * N
     return row, n
-
-
-@gluon.jit
-def _places(
-    first, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr
-):  # fmt: skip
-    """Where words and scales of a tile's first chunk lie, and the outputs of their rows."""
-    WORDS: gl.constexpr = _word_layout(BLOCK_N, gl.num_warps())
-    SCALES: gl.constexpr = _scale_layout(BLOCK_N, gl.num_warps())
-    row_N, n_N = _row_of(first, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS)), N, GATED)
-    x_X = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS))
-    at_NX = row_N[:, None] * (K // 8) + x_X[None, :]
-    row_N, m_N = _row_of(first, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCALES)), N, GATED)
-    q_Q = gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))
-    at_NQ = row_N[:, None] * (K // 32) + q_Q[None, :]
-    return at_NX, n_N, x_X, at_NQ, m_N, q_Q
-
-
-@gluon.jit
-def _fetch(
-    words, scales, places, index, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr,
-    BLOCK_N: gl.constexpr, TIMES: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Words and scales of the index-th chunk of TIMES tiles; past the last chunk it again."""
-    CHUNKS: gl.constexpr = _chunks(K, AHEAD)
-    OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    EVEN: gl.constexpr = K == CHUNKS * SPAN and N % (OUTPUTS * TIMES) == 0
-    index = gl.minimum(index, CHUNKS * TIMES - 1)
-    later, chunk = index // CHUNKS * OUTPUTS, index % CHUNKS
-    at_NX, n_N, x_X, at_NQ, m_N, q_Q = places
-    words += later * (K // 8) + chunk * 16
-    scales += later * (K // 32) + chunk * 4
-    if EVEN:
-        word_NX, scale_NQ = gl.load(words + at_NX), gl.load(scales + at_NQ)
-    else:
-        inside_NX = (later + n_N < N)[:, None] & (chunk * 16 + x_X < K // 8)[None, :]
-        inside_NQ = (later + m_N < N)[:, None] & (chunk * 4 + q_Q < K // 32)[None, :]
-        word_NX = gl.load(words + at_NX, mask=inside_NX, other=0)
-        scale_NQ = gl.load(scales + at_NQ, mask=inside_NQ, other=0)
-    return word_NX, scale_NQ
 
 
 # Of the two E4M3 in an int32 each twice, as BF16 times 2^118.
@@ -170,7 +125,7 @@ TWO_SCALES = gl.constexpr(
 
 @gluon.jit
 def _decoded(word, pair):
-    """Weights [..., 2, 2, 2] of each word [...]; see `fp4.py`."""
+    """Weights [..., 2, 2, 2] of each word [...]; see `fp4_codes.py`."""
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
         DECODED_PAIRS,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
@@ -186,7 +141,7 @@ def _decoded(word, pair):
 
 @gluon.jit
 def _left(fetched, OPERAND: gl.constexpr):
-    """The weights of a chunk, LEFT_OF_WEIGHTS too small, as the left operand."""
+    """The weights of a chunk, LEFT times too small, as the left operand."""
     word_NX, scale_NQ = fetched
     N: gl.constexpr = word_NX.shape[0]
     low_NQ, high_NQ = gl.inline_asm_elementwise(
@@ -226,162 +181,306 @@ def _rows(rows, start, valid, layout: gl.constexpr):
 
 @gluon.jit
 def _hold(
-    x, stride_x, rows, start, valid, held, first, K: gl.constexpr, COUNT: gl.constexpr
+    x, stride_x, rows, start, valid, held, K: gl.constexpr, COUNT: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """Chunks of 8 rows of x from the `first` on into shared memory, which has as many."""
+    """8 rows of x into shared memory, chunk by chunk, TOGETHER under way at once."""
     CHUNKS: gl.constexpr = held.shape[0]
-    LAYOUT: gl.constexpr = _x_layout(CHUNKS, gl.num_warps())
+    LAYOUT: gl.constexpr = _x_layout(1, gl.num_warps())
     row_M, valid_M = _rows(rows, start, valid, gl.SliceLayout(1, LAYOUT))
-    k_K = first * SPAN + gl.arange(0, CHUNKS * SPAN, layout=gl.SliceLayout(0, LAYOUT))
+    k_K = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LAYOUT))
     at_MK = x + (row_M // COUNT).to(gl.int64)[:, None] * stride_x + k_K[None, :]
-    tile = gl.load(at_MK, mask=valid_M[:, None] & (k_K < K)[None, :], other=0.0)
-    # [g, c, t, i, e, p, h] -> [c, i, g, t, p, h, e]
-    tile = gl.permute(gl.reshape(tile, [8, CHUNKS, 4, 4, 2, 2, 2]), [1, 3, 0, 2, 5, 6, 4])
-    pieces = held._reinterpret(held.dtype, [CHUNKS * 4, 8, 32], held.layout)
-    pieces.store(gl.reshape(tile, [CHUNKS * 4, 8, 32]))
+    for first in range(0, CHUNKS, TOGETHER):
+        tiles = ()
+        for c in gl.static_range(TOGETHER):
+            k = (first + c) * SPAN
+            tile = gl.load(at_MK + k, mask=valid_M[:, None] & (k + k_K < K)[None, :], other=0.0)
+            tiles = tiles + (tile,)  # type: ignore[assignment]
+        for c in gl.static_range(TOGETHER):
+            # [g, t, i, e, p, h] -> [i, g, t, p, h, e]
+            tile = gl.permute(gl.reshape(tiles[c], [8, 4, 4, 2, 2, 2]), [2, 0, 1, 4, 5, 3])
+            held.index(first + c).store(gl.reshape(tile, [4, 8, 32]))
+
+
+@gluon.jit
+def _factors(
+    factors, first, N: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """What scales the sums of a tile's rows."""
+    i_N = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    row_N, n_N = _row_of(first, i_N, N, GATED)
+    return gl.load(factors + row_N, mask=n_N < N, other=0.0)
 
 
 @gluon.jit
 def _finish(
-    sum_NM, factors, out, rows, start, valid, first, N: gl.constexpr, GATED: gl.constexpr,
+    sum_NM, factor_N, out, row_M, valid, first, N: gl.constexpr, GATED: gl.constexpr,
     FP32: gl.constexpr,
 ):  # fmt: skip
     """Scale the sums of rows from the `first` output on, and store them or their SwiGLU."""
     BLOCK_N: gl.constexpr = sum_NM.shape[0]
     OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    i_N = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, sum_NM.type.layout))
-    row_N, n_N = _row_of(first, i_N, N, GATED)
-    factor_N = gl.load(factors + row_N, mask=n_N < N, other=0.0) * LEFT
-    y_NM = sum_NM * factor_N[:, None]
+    y_NM = sum_NM * (factor_N * LEFT)[:, None]
     dtype: gl.constexpr = out.dtype.element_ty
     if GATED:
         y_NMX = gl.permute(gl.reshape(y_NM, [OUTPUTS // 8, 2, 8, 8]), [0, 2, 3, 1])
         gate_NM, up_NM = gl.split(gl.reshape(y_NMX, [OUTPUTS, 8, 2]))
         y_NM = _rounded_swiglu(gate_NM, up_NM, FP32, dtype)
-    row_M, valid_M = _rows(rows, start, valid, gl.SliceLayout(0, y_NM.type.layout))
-    n_N = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, y_NM.type.layout))
+    layout: gl.constexpr = y_NM.type.layout
+    row_M = gl.convert_layout(row_M, gl.SliceLayout(0, layout))
+    valid_M = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) < valid
+    n_N = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
     at_NM = out + row_M.to(gl.int64)[None, :] * N + n_N[:, None]
     gl.store(at_NM, y_NM.to(dtype), mask=(n_N < N)[:, None] & valid_M[None, :])
 
 
 @gluon.jit
-def _tiles(
-    x, stride_x, words, scales, factors, out, rows, start, valid, first,
-    N: gl.constexpr, K: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr,
-    FP32: gl.constexpr, BLOCK_N: gl.constexpr, TIMES: gl.constexpr, AHEAD: gl.constexpr,
-    PDL: gl.constexpr,
+def _copy(
+    ring, words, scales, places, row, first, chunk, wanted,
+    N: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """TIMES tiles of BLOCK_N rows of a weight, from that of the `first` output on, by a block of 8
-    rows."""
-    CHUNKS: gl.constexpr = _chunks(K, AHEAD)
-    OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    PIECE: gl.constexpr = _held(CHUNKS)
-    PIECES: gl.constexpr = (CHUNKS + PIECE - 1) // PIECE
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
-    places = _places(first, N, K, GATED, BLOCK_N)
-    ahead = ()
-    for a in gl.static_range(AHEAD):
-        next_ = _fetch(words, scales, places, a, N, K, GATED, BLOCK_N, TIMES, AHEAD)
-        ahead = ahead + (next_,)  # type: ignore[assignment]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if GATED:
-            tl.extra.cuda.gdc_launch_dependents()
-    held = gl.allocate_shared_memory(
-        x.dtype.element_ty, [PIECE, 4, 8, 32], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    """Bring a chunk of a tile, its words and scales, into a stage of the ring, if it is wanted."""
+    held, held_scales = ring
+    at_NX, n_N, x_X, at_NQ, m_N, q_Q = places
+    words += (row + first) * (K // 8) + chunk * (WIDTH // 8)
+    scales += (row + first) * (K // 32) + chunk * (WIDTH // 32)
+    inside_NX, inside_NQ = wanted, wanted
+    if N % OUTPUTS != 0:
+        inside_NX = inside_NX & (first + n_N < N)[:, None]
+        inside_NQ = inside_NQ & (first + m_N < N)[:, None]
+    if K % WIDTH != 0:
+        inside_NX = inside_NX & (chunk * (WIDTH // 8) + x_X < K // 8)[None, :]
+        inside_NQ = inside_NQ & (chunk * (WIDTH // 32) + q_Q < K // 32)[None, :]
+    async_copy.async_copy_global_to_shared(held, words + at_NX, mask=inside_NX)
+    async_copy.async_copy_global_to_shared(held_scales, scales + at_NQ, mask=inside_NQ)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _places(
+    N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Where words and scales of a weight's first chunk lie, with the outputs of their rows."""
+    WORDS: gl.constexpr = _copied(BLOCK_N, WIDTH // 8, 4, gl.num_warps())
+    # 16 bytes at once, of rows that begin at a multiple of these.
+    SCALES: gl.constexpr = _copied(
+        BLOCK_N, WIDTH // 32, 8 if K % 256 == 0 and WIDTH % 256 == 0 else 2, gl.num_warps()
     )
-    if PIECES == 1:
-        _hold(x, stride_x, rows, start, valid, held, 0, K, COUNT)
-        # Here, or else it comes to stand within the loop.
-        gl.thread_barrier()
-    for tile in range(TIMES):
+    row_N, n_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS)), N, GATED)
+    x_X = gl.arange(0, WIDTH // 8, layout=gl.SliceLayout(0, WORDS))
+    at_NX = row_N[:, None] * (K // 8) + x_X[None, :]
+    row_N, m_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCALES)), N, GATED)
+    q_Q = gl.arange(0, WIDTH // 32, layout=gl.SliceLayout(0, SCALES))
+    at_NQ = row_N[:, None] * (K // 32) + q_Q[None, :]
+    return at_NX, n_N, x_X, at_NQ, m_N, q_Q
+
+
+@gluon.jit
+def _block_of(blocks, place, rows, SHARED: gl.constexpr):
+    """Expert, first row and number of rows of the block that comes at a place; none past the last.
+
+    Of the shared expert blocks follow each other; others are those that are taken of a list.
+    """
+    if SHARED:
+        e, start, valid = place * 0, place * 8, gl.minimum(rows - place * 8, 8)
+    else:
+        block_B, order_B, b_B = blocks
+        wanted_B = (block_B > 0) & (order_B == place)
+        found = gl.sum(gl.where(wanted_B, b_B * 2**17 + block_B, 0), axis=0)
+        e, start, valid = found % 2**17 // 256, found // 2**17 * 8, found % 256
+    return e, start, valid
+
+
+@gluon.jit
+def _after(
+    unit, chunk, e, blocks, rows, TILES: gl.constexpr, CHUNKS: gl.constexpr, SHARED: gl.constexpr
+):
+    """The next chunk to copy: its unit, its place in that, and the unit's expert."""
+    chunk += 1
+    if chunk == CHUNKS:
+        chunk = 0
+        unit += 1
+        if unit % TILES == 0:
+            e, _, _ = _block_of(blocks, unit // TILES, rows, SHARED)
+    return unit, chunk, e
+
+
+@gluon.jit
+def _stream(
+    x, stride_x, words, scales, factors, out, block_rows, blocks, rows, program, programs, units,
+    N: gl.constexpr, K: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr,
+    FP32: gl.constexpr, SHARED: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A program's share of the units, which are tiles of BLOCK_N rows by blocks of 8 rows of x.
+
+    Weights come through a ring of STAGES stages, WIDTH columns each, without regard to where a unit
+    ends; x is held while the block stays the same.
+    """
+    CHUNKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
+    ROWS: gl.constexpr = N * (2 if GATED else 1)
+    OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
+    TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    PIECES: gl.constexpr = WIDTH // SPAN
+    TOGETHER: gl.constexpr = 4 if CHUNKS * PIECES % 4 == 0 else 1
+    WARPS: gl.constexpr = gl.num_warps()
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    # Of two rows 64 bytes each, which a warp reads at once, lie in different banks.
+    ring = gl.allocate_shared_memory(
+        gl.int32, [STAGES, BLOCK_N, WIDTH // 8], gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    )
+    ring_scales = gl.allocate_shared_memory(
+        gl.int16, [STAGES, BLOCK_N, WIDTH // 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    held = gl.allocate_shared_memory(
+        x.dtype.element_ty, [CHUNKS * PIECES, 4, 8, 32],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+    )  # fmt: skip
+    unit, end = program * units // programs, (program + 1) * units // programs
+    places = _places(N, K, GATED, BLOCK_N, WIDTH)
+    next_, next_chunk = unit, 0
+    next_e, _, _ = _block_of(blocks, unit // TILES, rows, SHARED)
+    for s in gl.static_range(STAGES - 1):
+        _copy(
+            (ring.index(s), ring_scales.index(s)), words, scales, places,
+            next_e.to(gl.int64) * ROWS, next_ % TILES * OUTPUTS, next_chunk, next_ < end,
+            N, K, OUTPUTS, WIDTH,
+        )  # fmt: skip
+        next_, next_chunk, next_e = _after(
+            next_, next_chunk, next_e, blocks, rows, TILES, CHUNKS, SHARED
+        )
+    if PDL and not GATED:
+        tl.extra.cuda.gdc_wait()
+    stage, place = 0, unit // TILES - 1
+    e, start, valid = place, place, place
+    row_M, valid_M = _rows(None, 0, 0, COLUMNS)
+    while unit < end:
+        if unit // TILES != place:
+            place = unit // TILES
+            e, start, valid = _block_of(blocks, place, rows, SHARED)
+            row_M, valid_M = _rows(block_rows, start, valid, COLUMNS)
+            gl.thread_barrier()
+            _hold(x, stride_x, block_rows, start, valid, held, K, COUNT, TOGETHER)
+        first = unit % TILES * OUTPUTS
+        factor_N = _factors(factors + e * ROWS, first, N, GATED, BLOCK_N, SUMS)
         sum_NM = gl.zeros([BLOCK_N, 8], gl.float32, layout=SUMS)
-        for piece in range(PIECES):
-            if PIECES > 1:
-                _hold(x, stride_x, rows, start, valid, held, piece * PIECE, K, COUNT)
-                gl.thread_barrier()
-            for chunk in range(0, gl.minimum(PIECE, CHUNKS - piece * PIECE), AHEAD):
-                later = ()
-                for a in gl.static_range(AHEAD):
-                    index = tile * CHUNKS + piece * PIECE + chunk + a
-                    next_ = _fetch(
-                        words, scales, places, index + AHEAD, N, K, GATED, BLOCK_N, TIMES, AHEAD
-                    )
-                    later = later + (next_,)  # type: ignore[assignment]
-                    left = _left(ahead[a], gl.DotOperandLayout(0, SUMS, 2))
-                    right = _right(held.index(chunk + a), gl.DotOperandLayout(1, SUMS, 2))
-                    sum_NM = mma_v2(left, right, sum_NM)
-                ahead = later
-        _finish(sum_NM, factors, out, rows, start, valid, first + tile * OUTPUTS, N, GATED, FP32)
+        for chunk in range(CHUNKS):
+            async_copy.wait_group(STAGES - 2)
+            gl.thread_barrier()
+            for p in gl.static_range(PIECES):
+                word_NX = ring.index(stage).slice(p * 16, 16, 1).load(_word_layout(BLOCK_N, WARPS))
+                scale_NQ = (
+                    ring_scales.index(stage).slice(p * 4, 4, 1).load(_scale_layout(BLOCK_N, WARPS))
+                )
+                left = _left((word_NX, scale_NQ), gl.DotOperandLayout(0, SUMS, 2))
+                right = _right(held.index(chunk * PIECES + p), gl.DotOperandLayout(1, SUMS, 2))
+                sum_NM = mma_v2(left, right, sum_NM)
+            free = gl.where(stage == 0, STAGES, stage) - 1
+            _copy(
+                (ring.index(free), ring_scales.index(free)), words, scales, places,
+                next_e.to(gl.int64) * ROWS, next_ % TILES * OUTPUTS, next_chunk, next_ < end,
+                N, K, OUTPUTS, WIDTH,
+            )  # fmt: skip
+            next_, next_chunk, next_e = _after(
+                next_, next_chunk, next_e, blocks, rows, TILES, CHUNKS, SHARED
+            )
+            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        _finish(sum_NM, factor_N, out, row_M, valid, first, N, GATED, FP32)
+        unit += 1
+    async_copy.wait_group(0)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit(do_not_specialize=["rows", "most"])
 def _grouped_fp4_few_kernel(
     x, shared_x, words, scales, factors, shared_words, shared_scales, shared_factors,
-    block_rows, blocks, out, shared_out, rows, stride_x, stride_shared,
+    block_rows, blocks, out, shared_out, rows, most, stride_x, stride_shared,
     N: gl.constexpr, K: gl.constexpr, SHARED_N: gl.constexpr, SHARED_K: gl.constexpr,
-    COUNT: gl.constexpr, GATED: gl.constexpr, FP32: gl.constexpr, BLOCK_N: gl.constexpr,
-    TIMES: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    COUNT: gl.constexpr, GATED: gl.constexpr, FP32: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A block of up to 8 rows by TIMES tiles of BLOCK_N rows of the weight; COUNT rows of `out`
-    share one of x.
+    """Blocks of up to 8 rows by BLOCK_N rows of the weight, units, as many for each program; COUNT
+    rows of `out` share one of x.
 
     Gate and up let down begin when they have waited, so `blocks` are whole whenever it reads them.
     """
-    KINDS: gl.constexpr = 2 if GATED else 1
-    OUTPUTS: gl.constexpr = BLOCK_N * TIMES // KINDS
-    SHARED_TILES: gl.constexpr = (SHARED_N + OUTPUTS - 1) // OUTPUTS
-    TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
-    program = gl.program_id(0)
-    shared_programs = (rows + 7) // 8 * SHARED_TILES
-    if PDL and not GATED:
+    OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
+    if PDL and GATED:
+        tl.extra.cuda.gdc_wait()
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    LIST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    b_B = gl.arange(0, BLOCKS, layout=LIST)
+    # A line of L1 may be older than the blocks.
+    block_B = gl.load(blocks + b_B, mask=b_B < most, other=0, cache_modifier=".cg")
+    taken_B = (block_B > 0).to(gl.int32)
+    listed = (block_B, gl.associative_scan(taken_B, 0, _add) - 1, b_B)
+    units = gl.sum(taken_B, axis=0) * ((N + OUTPUTS - 1) // OUTPUTS)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    shared_units, shared_programs = 0, 0
+    if SHARED_N:
+        # So many of the programs as it has of the columns.
+        shared_units = (rows + 7) // 8 * ((SHARED_N + OUTPUTS - 1) // OUTPUTS)
+        columns = shared_units * (SHARED_K // 32)
+        shared_programs = gl.cdiv(programs * columns, columns + units * (K // 32))
     if program < shared_programs:
         if SHARED_N:
-            start = program // SHARED_TILES * 8
-            _tiles(
+            _stream(
                 shared_x, stride_shared, shared_words, shared_scales, shared_factors, shared_out,
-                None, start, rows - start, program % SHARED_TILES * OUTPUTS,
-                SHARED_N, SHARED_K, 1, GATED, FP32, BLOCK_N, TIMES, AHEAD, PDL,
+                None, None, rows, program, shared_programs, shared_units,
+                SHARED_N, SHARED_K, 1, GATED, FP32, True, BLOCK_N, WIDTH, STAGES, PDL,
             )  # fmt: skip
     else:
-        program -= shared_programs
-        if PDL and GATED:
-            tl.extra.cuda.gdc_wait()
-        # A line of L1 may be older than the blocks.
-        block = gl.load(blocks + program // TILES, cache_modifier=".cg")
-        e, valid = (block // 256).to(gl.int64) * (KINDS * N), block % 256
-        if valid > 0:
-            _tiles(
-                x, stride_x, words + e * (K // 8), scales + e * (K // 32), factors + e, out,
-                block_rows, program // TILES * 8, valid, program % TILES * OUTPUTS,
-                N, K, COUNT, GATED, FP32, BLOCK_N, TIMES, AHEAD, PDL,
-            )  # fmt: skip
+        _stream(
+            x, stride_x, words, scales, factors, out, block_rows, listed, rows,
+            program - shared_programs, programs - shared_programs, units,
+            N, K, COUNT, GATED, FP32, False, BLOCK_N, WIDTH, STAGES, PDL,
+        )  # fmt: skip
 
 
 # What decoded weights are multiplied with.
 DTYPES = (torch.bfloat16,)
 # Up to so many pairs of an expert on average: with more, blocks of 64 rows decode less often.
 MOST_EACH = 8
-Tile = dict[str, int]
-# Tiles of gate and up, and of down, by the most pairs: the best ones within a whole step, which are
-# not the best alone.
-TILES: dict[int, tuple[Tile, Tile]] = {
-    256: (
-        {"BLOCK_N": 64, "TIMES": 1, "AHEAD": 4, "num_warps": 4, "maxnreg": 128},
-        {"BLOCK_N": 64, "TIMES": 1, "AHEAD": 4, "num_warps": 4},
-    ),
-    2**31: (
-        {"BLOCK_N": 128, "TIMES": 1, "AHEAD": 2, "num_warps": 4, "maxnreg": 160},
-        {"BLOCK_N": 64, "TIMES": 2, "AHEAD": 2, "num_warps": 4},
-    ),
-}
+# Rows of a tile, and stages of the ring.
+BLOCK_N, STAGES = 64, 3
+# Columns of a stage, where they divide a row; the least of them else, and where x takes more bytes.
+WIDTHS, WIDE_X = (512, 256, 128), 65536
+# Bytes of shared memory that programs share, by the room of a device; each takes some of its own.
+ROOM, SMALL_ROOM, OWN = 232_448, 101_376, 1024
+# The most programs that a multiprocessor runs at a time: there are no more, and they stay.
+MOST_PROGRAMS = 3
+
+
+def _width(*columns: int) -> int:
+    """Columns of a stage, for weights that have so many."""
+    wide = 16 * max(columns) > WIDE_X
+    return next((w for w in WIDTHS[wide:] if not any(k % w for k in columns)), WIDTHS[-1])
+
+
+def _bytes(*columns: int) -> int:
+    """Shared memory of a program: x, and the ring of words and scales."""
+    width = _width(*columns)
+    return cdiv(max(columns), width) * width * 16 + STAGES * BLOCK_N * width * 9 // 16 + OWN
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return ROOM if is_roomy(tensor) else SMALL_ROOM
 
 
 def fits(y_TD: torch.Tensor, down: tuple[FP4, FP4 | None]) -> bool:
-    """Whether weights are decoded to the type of these rows, and have whole pairs of blocks."""
+    """Whether weights are decoded to the type of these rows, have whole words of scales, and a
+    program has room for its rows of x."""
     sizes = [size for weight in down if weight is not None for size in weight.shape[-2:]]
-    return y_TD.dtype in DTYPES and all(size % (2 * BLOCK) == 0 for size in sizes)
+    whole = all(size % (4 * BLOCK) == 0 for size in sizes)
+    return y_TD.dtype in DTYPES and whole and _bytes(*sizes) <= _room(y_TD)
 
 
 def _parts(weight: FP4 | None) -> tuple[torch.Tensor | None, ...]:
@@ -402,22 +501,24 @@ def some_each(
     inner_PF, shared_TF = y_TD.new_empty(rows * count, width), y_TD.new_empty(rows, shared)
     out_PD = y_TD.new_empty(rows * count, size)
     shared_TD = y_TD.new_empty(rows, size) if shared else None
-    tiles, most, shared_blocks = by_size(TILES, rows * count), len(blocks[1]), cdiv(rows, BLOCK_M)
+    most = len(blocks[1])
 
-    def launch(tile: Tile, x, shared_x, weights, out, shared_out, **sizes: int) -> None:
-        outputs = tile["BLOCK_N"] * tile["TIMES"] // (2 if sizes["GATED"] else 1)
-        programs, shared_programs = (cdiv(sizes[n], outputs) for n in ("N", "SHARED_N"))
-        _grouped_fp4_few_kernel[(most * programs + shared_blocks * shared_programs,)](
+    def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
+        columns = [sizes["K"], sizes["SHARED_K"] or sizes["K"]]
+        each = min(_room(x) // _bytes(*columns), MOST_PROGRAMS)
+        _grouped_fp4_few_kernel[(processors(x) * each,)](
             x, shared_x, *_parts(weights[0]), *_parts(weights[1]), *blocks, out, shared_out,
-            rows, x.stride(0), shared_x.stride(0), **sizes, FP32=fp32, **tile, **pdl(y_TD),
+            rows, most, x.stride(0), shared_x.stride(0), **sizes, FP32=fp32,
+            BLOCKS=max(next_power_of_2(most), 128), BLOCK_N=BLOCK_N, WIDTH=_width(*columns),
+            STAGES=STAGES, num_warps=4, **pdl(y_TD),
         )  # fmt: skip
 
     launch(
-        tiles[0], y_TD, y_TD, gate_up, inner_PF, shared_TF,
-        N=width, K=size, SHARED_N=shared, SHARED_K=size, COUNT=count, GATED=True,
+        y_TD, y_TD, gate_up, inner_PF, shared_TF,
+        N=width, K=size, SHARED_N=shared, SHARED_K=size if shared else 0, COUNT=count, GATED=True,
     )  # fmt: skip
     launch(
-        tiles[1], inner_PF, shared_TF, down, out_PD, shared_TD,
+        inner_PF, shared_TF, down, out_PD, shared_TD,
         N=size, K=width, SHARED_N=size if shared else 0, SHARED_K=shared, COUNT=1, GATED=False,
     )  # fmt: skip
     return out_PD, shared_TD

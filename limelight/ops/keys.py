@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from limelight.ops.activation import gated
-from limelight.ops.fp4 import ASSEMBLY
+from limelight.ops.fp4_codes import ASSEMBLY
 from limelight.ops.paging import LayerCache, PagedLayout
 from limelight.ops.rope import fp8_of
 

@@ -17,16 +17,8 @@ import triton.language as tl
 
 from limelight.ops import by_size, cdiv, next_power_of_2, pdl
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import (
-    ASSEMBLY,
-    BLOCK,
-    FP4,
-    LEFT_OF_SUMS,
-    PlainOrFP4,
-    block_scale,
-    codes_of,
-    stacked,
-)
+from limelight.ops.fp4 import BLOCK, FP4, PlainOrFP4, stacked
+from limelight.ops.fp4_codes import ASSEMBLY, LEFT, wide_weights_of
 from limelight.ops.fp4_few import along, few_parts, finish, held, sums
 
 
@@ -94,17 +86,16 @@ def _one_kernel(
 
 
 @triton.jit
-def decoded(block, scale):
-    """The codes [..., 8] of both halves of each block, an int64, and its scale."""
-    low = codes_of(block.to(tl.int32))
-    return low, codes_of((block >> 32).to(tl.int32)), block_scale(scale)
+def decoded(block, scale, dtype: tl.constexpr):
+    """The weights [..., 8] of both halves of each block, an int64, for rows of `dtype`."""
+    low = wide_weights_of(block.to(tl.int32), scale, dtype)
+    return low, wide_weights_of((block >> 32).to(tl.int32), scale, dtype)
 
 
 @triton.jit
 def block_sums(weights, low, high):
-    """Each block of `decoded` times its columns [..., 8]: FP32, LEFT_OF_SUMS times too small."""
-    sums = tl.sum(weights[0] * low, axis=-1) + tl.sum(weights[1] * high, axis=-1)
-    return sums * weights[2]
+    """Each block of `decoded` times its columns [..., 8]: FP32, LEFT times too small."""
+    return tl.sum(weights[0] * low, axis=-1) + tl.sum(weights[1] * high, axis=-1)
 
 
 @triton.jit
@@ -131,7 +122,7 @@ def _rounded(x, dtype: tl.constexpr):
 def _one_fp4_kernel(
     h, x, norm, weight, scales, factors, out_h, out, eps,
     N: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, FP32: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_one_kernel`. Tiles [BLOCK_B, BLOCK_R] of blocks, one a thread; a program has several.
@@ -198,7 +189,7 @@ def _one_fp4_kernel(
         old = sums
         sums = ()
         for i in tl.static_range(ITEMS):
-            weights = decoded(tiles[c * ITEMS + i], tile_scales[c * ITEMS + i])
+            weights = decoded(tiles[c * ITEMS + i], tile_scales[c * ITEMS + i], dtype)
             sums = sums + (old[i] + block_sums(weights, low, high),)
     y_RI = tl.sum(stacked(sums), axis=0) * factor_RI * LEFT
     y_N = tl.reshape(y_RI, [BLOCK_N])
@@ -423,7 +414,7 @@ def one_row(
         _one_fp4_kernel[grid](
             h_TD, x_TD, norm_D, *blocks_of(weight_DF), weight_DF.rows, out_TD, y_TN, eps,
             BLOCK_N=tile.rows, BLOCK_R=min(32 * tile.warps // block, tile.rows), BLOCK_B=block,
-            LEFT=LEFT_OF_SUMS, **options,
+            **options,
         )  # fmt: skip
     else:
         block = min(span if span >= 256 else next_power_of_2(columns), 256 * tile.warps)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from limelight.ops.fp4 import BLOCK, FP4
+from limelight.ops.fp4_codes import mixed
 from limelight.ops.weight import Weight
 from limelight.quant.gguf_header import Header, read_header
 from limelight.quant.stored import Stored
@@ -310,7 +311,7 @@ def _copy_nvfp4(tensor: Tensor, scale: Tensor, into: Weight, take: tuple[slice, 
         scale_bits = held[..., : GROUP // BLOCK]
         if bool((scale_bits == 0xFF).any()):
             raise ValueError(f"{tensor}: a block has the scale 0xFF, which is no number")
-        codes[place] = _codes(held)[..., left // 2 : right // 2]
+        codes[place] = mixed(_codes(held)[..., left // 2 : right // 2])
         scales.view(torch.uint8)[place] = _unsigned(scale_bits)[..., left // BLOCK : right // BLOCK]
 
 

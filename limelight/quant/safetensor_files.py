@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from limelight.checkpoint import read_json
 from limelight.ops.fp4 import BLOCK, FP4
+from limelight.ops.fp4_codes import mixed
 from limelight.ops.weight import Weight
 from limelight.quant.stored import Stored, as_stored
 
@@ -171,7 +172,7 @@ def _packed(stem: str, codes: Raw, scales: Raw, whole: Raw, *, divides: bool) ->
             piece = raw.read((down, slice(across.start // each, across.stop // each)))
             if raw is scales and bool((piece.view(torch.uint8) >= FIRST_INVALID_SCALE).any()):
                 raise ValueError(f"{scales}: a block's scale is not a number or negative")
-            tensor.copy_(piece)
+            tensor.copy_(piece if raw is scales else mixed(piece.to(tensor.device)))
         value = whole.read().item()
         scale = (1 / value if value else math.inf) if divides else value
         if not 0 <= scale <= torch.finfo(torch.float32).max:

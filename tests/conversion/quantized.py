@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from limelight import quantize
 from limelight.ops.fp4 import unpack_reference
+from limelight.ops.fp4_codes import mixed
 from limelight.progress import Progress
 
 
@@ -35,7 +36,7 @@ def stored(folder):
 
 def values(tensors, name):
     """The values of a ModelOpt matrix, as its three tensors say."""
-    held = unpack_reference(tensors[name], tensors[f"{name}_scale"], dtype=torch.float32)
+    held = unpack_reference(mixed(tensors[name]), tensors[f"{name}_scale"], dtype=torch.float32)
     return held * tensors[f"{name}_scale_2"]
 
 

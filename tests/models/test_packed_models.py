@@ -11,6 +11,7 @@ from tiny import prompts, request, run, start, write_checkpoint
 from limelight.models.layers import Placement
 from limelight.models.loader import load_model
 from limelight.ops.fp4 import FP4, unpack
+from limelight.ops.fp4_codes import mixed
 from limelight.parallel.mesh import Mesh
 from limelight.progress import Progress
 
@@ -24,7 +25,7 @@ def random_weight(shape, *, whole: float, generator):
     rows, columns = shape
     codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(rows, columns // 16, generator=generator) + 0.5).to(torch.float8_e4m3fn)
-    return codes, scales, unpack.reference(codes, scales, dtype=torch.float32) * whole
+    return codes, scales, unpack.reference(mixed(codes), scales, dtype=torch.float32) * whole
 
 
 @pytest.fixture(params=["flint", "beam"])

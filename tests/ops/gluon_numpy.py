@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from triton.runtime.jit import JITFunction
 
+from limelight.ops import cdiv
+
 FLOAT = np.float32
 
 
@@ -27,6 +29,13 @@ class Array(np.ndarray):
 
     def to(self, dtype) -> "Array":
         return array(self.astype(dtype))
+
+    # Tensors do not change.
+    def __iadd__(self, other) -> "Array":
+        return array(self + other)
+
+    def __isub__(self, other) -> "Array":
+        return array(self - other)
 
 
 def array(values) -> Array:
@@ -60,7 +69,10 @@ class Shared:
         return Shared(self.values.reshape(shape))
 
     def index(self, i) -> "Shared":
-        return Shared(self.values[i])
+        return Shared(self.values[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.values[(slice(None),) * dim + (slice(start, start + length),)])
 
     def load(self, layout) -> Array:
         return array(self.values.copy())
@@ -82,29 +94,61 @@ def store(pointer: Pointer, values, mask=True) -> None:
     pointer.flat[at[mask]] = np.asarray(values)[mask]
 
 
+def garbage(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """NaNs, or the largest integer."""
+    integer = np.issubdtype(dtype, np.integer)
+    return np.full(shape, np.iinfo(dtype).max if integer else np.nan, dtype)
+
+
 def _nothing(*args, **kwargs) -> None:
     pass
 
 
-def language(program: int, warps: int, assembly: dict[str, Callable]) -> SimpleNamespace:
+class AsyncCopy:
+    """Copies into shared memory, which come as late as they may: when their group is waited for."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Callable[[], None]]] = [[]]
+
+    def async_copy_global_to_shared(self, into: Shared, at: Pointer, mask=True) -> None:
+        into.values[...] = garbage(into.shape, into.dtype)
+        self.groups[-1].append(lambda: into.store(load(at, np.broadcast_to(mask, into.shape))))
+
+    def commit_group(self) -> None:
+        self.groups.append([])
+
+    def wait_group(self, outstanding: int) -> None:
+        while len(self.groups) - 1 > outstanding:
+            for copy in self.groups.pop(0):
+                copy()
+
+
+def language(
+    program: int, programs: int, warps: int, assembly: dict[str, Callable]
+) -> SimpleNamespace:
     """`gluon.language` for one program."""
 
     def inline(text, constraints, args, dtype, *, is_pure, pack):
         return tuple(map(array, assembly[getattr(text, "value", text)](*args)))
 
-    layouts = ["DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout"]
-    layouts += ["SliceLayout", "SwizzledSharedLayout"]
+    layouts = ["BlockedLayout", "DistributedLinearLayout", "DotOperandLayout"]
+    layouts += ["NVMMADistributedLayout", "SliceLayout", "SwizzledSharedLayout"]
     return SimpleNamespace(
         **dict.fromkeys([*layouts, "constexpr", "thread_barrier"], _nothing),
-        int32=np.int32, int64=np.int64, float32=FLOAT, bfloat16=FLOAT,
+        int16=np.int16, int32=np.int32, int64=np.int64, float32=FLOAT, bfloat16=FLOAT,
         program_id=lambda axis: program,
+        num_programs=lambda axis: programs,
         num_warps=lambda: warps,
         static_range=range,
         arange=lambda start, end, layout=None: array(np.arange(start, end, dtype=np.int32)),
         zeros=lambda shape, dtype, layout=None: array(np.zeros(shape, dtype)),
-        allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, dtype)),
+        full=lambda shape, value, dtype, layout=None: array(np.full(shape, value, dtype)),
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(garbage(shape, dtype)),
         load=load, store=store, inline_asm_elementwise=inline,
-        minimum=np.minimum, exp=np.exp,
+        minimum=np.minimum, maximum=np.maximum, exp=np.exp, cdiv=cdiv,
+        where=lambda wanted, a, b: array(np.where(wanted, a, b)),
+        sum=lambda x, axis: array(np.sum(x, axis, dtype=x.dtype)),
+        associative_scan=lambda x, axis, add: array(np.cumsum(x, axis, dtype=x.dtype)),
         permute=lambda x, order: array(np.transpose(x, order)),
         reshape=lambda x, shape: array(np.reshape(x, shape)),
         join=lambda a, b: array(np.stack((a, b), axis=-1)),
@@ -130,7 +174,8 @@ class Kernel:
             names = inspect.signature(self.kernel.fn).parameters
             options = {name: value for name, value in options.items() if name in names}
             for program in range(programs):
-                run = self._bound(self.kernel.fn, language(program, num_warps, self.assembly))
+                gl = language(program, programs, num_warps, self.assembly)
+                run = self._bound(self.kernel.fn, gl, {"mma_v2": mma, "async_copy": AsyncCopy()})
                 run(*values, **options)
 
         return launch
@@ -144,17 +189,19 @@ class Kernel:
         whole = torch.as_strided(arg, (arg.untyped_storage().nbytes() // arg.itemsize,), (1,), 0)
         return Pointer(whole.numpy(), arg.storage_offset())
 
-    def _bound(self, function: FunctionType, gl: SimpleNamespace) -> FunctionType:
+    def _bound(
+        self, function: FunctionType, gl: SimpleNamespace, others: dict[str, object]
+    ) -> FunctionType:
         """The function with NumPy in the place of Triton's names, in those that it calls too."""
         names = dict(function.__globals__)
         for name in function.__code__.co_names:
             held = names.get(name)
             if name in ("gl", "tl"):
                 names[name] = gl
-            elif name == "mma_v2":
-                names[name] = mma
+            elif name in others:
+                names[name] = others[name]
             elif isinstance(held, JITFunction):
-                names[name] = self._bound(held.fn, gl)
+                names[name] = self._bound(held.fn, gl, others)
             elif hasattr(held, "value"):
                 names[name] = held.value
         return FunctionType(function.__code__, names, function.__name__, function.__defaults__)

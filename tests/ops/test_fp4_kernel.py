@@ -9,6 +9,7 @@ from fp4s import decoded, random_fp4
 from near import PLACES, assert_near
 
 from limelight.ops.fp4 import FP4, VALUES, multiply_reference, product, unpack
+from limelight.ops.fp4_codes import mixed
 
 
 def compile_cases() -> list[Case]:
@@ -24,7 +25,7 @@ def all_scales():
 def every_pair(device):
     """[127, 16] weights: every code under every scale, and the exact values."""
     codes = torch.arange(16, dtype=torch.uint8)
-    packed = (codes[0::2] | codes[1::2] << 4).expand(127, 8).contiguous().to(device)
+    packed = mixed(codes[0::2] | codes[1::2] << 4).expand(127, 8).contiguous().to(device)
     scales = all_scales().view(torch.float8_e4m3fn)[:, None].to(device)
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64)
     return packed, scales, values * scales.cpu().double()
@@ -59,7 +60,7 @@ def test_products_decode_every_code_under_every_scale_exactly(blocks, place):
 def test_scales_and_codes_lie_where_the_format_says():
     codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
     scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
-    weight = FP4(codes, scales, torch.tensor([0.25]))
+    weight = FP4(mixed(codes), scales, torch.tensor([0.25]))
     assert weight.shape == (1, 16)
     expected = torch.tensor([[*VALUES, *(-value for value in VALUES)]]) * 0.5
     assert torch.equal(multiply_reference(torch.eye(16), weight), expected.T)

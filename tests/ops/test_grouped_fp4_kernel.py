@@ -10,22 +10,21 @@ from sizes import EXPERTS
 
 from limelight.ops import grouped_fp4
 from limelight.ops.experts import moe
-from limelight.ops.fp4 import DECODED_PAIRS, VALUES
+from limelight.ops.fp4_codes import DECODED_PAIRS, values_of
 from limelight.ops.grouped import grouped_moe
 
 # Rows, channels, experts, chosen, inner channels, those of the shared expert, FP32 SwiGLU, scale:
 # of one chunk, off every tile, of several blocks an expert, of more columns than are held at once.
 SIZES = [
-    (3, 128, 12, 3, 32, 0, True, 2.5),
-    (9, 320, 5, 2, 96, 64, False, 1.0),
-    (21, 64, 3, 2, 224, 288, True, 1.0),
-    (5, 2336, 2, 1, 32, 32, True, 1.0),
+    (3, 128, 12, 3, 64, 0, True, 2.5),
+    (9, 320, 5, 2, 192, 64, False, 1.0),
+    (21, 64, 3, 2, 448, 320, True, 1.0),
+    (5, 2368, 2, 1, 64, 64, True, 1.0),
 ]
 PLACES = [
     pytest.param(("cpu", torch.float32), id="fp32-numpy"),
     pytest.param(("cuda", torch.bfloat16), id="bf16-cuda", marks=pytest.mark.gpu),
 ]
-TILES = [tile for pair in grouped_fp4.TILES.values() for tile in pair]
 IDS = "T{0[0]}-D{0[1]}-E{0[2]}-N{0[3]}-F{0[4]}-shared{0[5]}".format
 
 pytestmark = pytest.mark.usefixtures("poisoned", "streamed")
@@ -46,9 +45,9 @@ def two_scales(bits):
 def decoded_pairs(word, pair):
     """What DECODED_PAIRS means."""
     scale = (np.asarray(pair) << 16).view(np.float32).astype(np.float64) * 2.0**-126
-    values = np.array([*VALUES, *(-value for value in VALUES)])
-    codes = [np.asarray(word) >> 4 * j & 15 for j in range(8)]
-    return [(values[code] * scale).astype(np.float32) for code in codes]
+    word = torch.from_numpy(np.ascontiguousarray(word)).view(torch.uint8)
+    values = values_of(word).unflatten(-1, (-1, 8)).numpy()
+    return [(values[..., j] * scale).astype(np.float32) for j in range(8)]
 
 
 @pytest.fixture
@@ -93,16 +92,16 @@ def test_experts_are_summed_by_weight(case, place):
 
 
 @places
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_tile_gives_the_same(tile, place, monkeypatch):
-    monkeypatch.setattr(grouped_fp4, "TILES", {2**31: (tile, tile)})
-    case = (21, 320, 4, 2, 160, 96, False, 1.0)
+@pytest.mark.parametrize("width", grouped_fp4.WIDTHS)
+def test_stages_of_every_width_give_the_same(width, place, monkeypatch):
+    monkeypatch.setattr(grouped_fp4, "WIDTHS", (width,))
+    case = (21, 320, 4, 2, 128, 64, False, 1.0)
     check(tensors(case, place), case, place)
 
 
 @places
 def test_all_rows_may_choose_one_expert(place):
-    case = (35, 64, 6, 2, 96, 0, True, 1.0)
+    case = (35, 64, 6, 2, 192, 0, True, 1.0)
     args = list(tensors(case, place))
     args[4] = torch.tensor([[4, 1]], device=place[0]).expand(35, 2).contiguous()
     check(args, case, place)
@@ -110,9 +109,9 @@ def test_all_rows_may_choose_one_expert(place):
 
 @places
 def test_rows_may_lie_apart(place):
-    case = (9, 96, 5, 2, 64, 32, False, 1.0)
+    case = (9, 64, 5, 2, 64, 64, False, 1.0)
     y_TD, *rest = tensors(case, place)
-    apart_TD = torch.zeros(9, 128).to(y_TD)[:, :96]
+    apart_TD = torch.zeros(9, 128).to(y_TD)[:, :64]
     apart_TD.copy_(y_TD)
     check((apart_TD, *rest), case, place)
 
