@@ -36,7 +36,8 @@ class FP4:
     """Matrices [..., N, K] of NVFP4 weights.
 
     `codes` uint8 [..., N, K / 2], mixed, `scales` float8_e4m3fn [..., N, K / 16], `rows` FP32
-    [..., N]. `values`, where there is memory for them: code * scale [N, K] in the type of activations.
+    [..., N]. `values`, where there is memory for them: code * scale [N, K] in the type of
+    activations.
     """
 
     codes: torch.Tensor
