@@ -7,7 +7,7 @@ files that they know; those held out from the other side.
 import json
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 from limelight.bench.tasks import NAME, TOLD
 from nano import tasks
@@ -67,6 +67,7 @@ def _list(names: list[str], rng: random.Random) -> Item:
     return from_turns([Turn(asked, "", "")])
 
 
+@cache
 def _files(held_out: bool) -> list[str]:
     return [text for name, text in read_code().items() if is_held_out(f"file {name}") == held_out]
 

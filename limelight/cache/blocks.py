@@ -144,7 +144,8 @@ class BlockPool:
         """Assert what always holds: free means unreferenced, and keys and blocks are one to one."""
         free = [*self._cold, *self._warm]
         assert len(free) == len(set(free)) == self.num_free
-        assert set(free) == {b for b in range(1, self.num_blocks + 1) if self._refs[b] == 0}
+        unused = {block for block, count in enumerate(self._refs) if count == 0}
+        assert set(free) == unused - {NULL_BLOCK}
         assert self._refs[NULL_BLOCK] == 0 and min(self._refs) == 0
         assert {key: block for block, key in enumerate(self._keys) if key} == self._block_of
         assert all(self._keys[block] is not None for block in self._warm)

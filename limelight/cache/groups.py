@@ -341,5 +341,5 @@ class CacheGroups:
                 for index, block in enumerate(table):
                     if block is not None and (key := self.pool.key(block)) is not None:
                         assert key == (g, sequence.block_hashes[index])
-        for block in range(1, self.pool.num_blocks + 1):
-            assert self.pool.references(block) == counts[block]
+        assert len(counts) == self.pool.num_blocks - self.pool.num_free
+        assert all(self.pool.references(block) == count for block, count in counts.items())

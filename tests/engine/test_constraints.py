@@ -141,7 +141,7 @@ def test_both_loops_give_the_same_tokens(small):
         assert one.last.finish_reason == other.last.finish_reason
 
 
-@pytest.mark.parametrize("budget", [0, 1, 5, 40])
+@pytest.mark.parametrize("budget", [0, 5, 40])
 def test_reasoning_has_exactly_its_budget_and_the_answer_still_fits(small, budget):
     # A model that would never end its reasoning by itself.
     never = {"logit_bias": {small.end[0]: -100.0}}
@@ -184,7 +184,14 @@ def test_an_answer_that_may_not_end_by_itself_ends_with_its_form(small):
         (tag({"type": "json_schema", "json_schema": {"$ref": "#/$defs/x"}}), r"\$defs"),
         (tag({"type": "const_string", "value": "x" * LONGEST_TAG}), "characters"),
         ("\ud800", "surrogate"),
-        *[(tag({"type": "regex", "pattern": p}), "takes") for p in HOSTILE.values()],
+        *[
+            pytest.param(
+                tag({"type": "regex", "pattern": pattern}),
+                "takes",
+                marks=[] if name == "nested repeats" else pytest.mark.slow,
+            )
+            for name, pattern in HOSTILE.items()
+        ],
     ],
     ids=["no json", "unknown", "bad regex", "no ref", "too long", "half a letter", *HOSTILE],
 )
@@ -217,7 +224,7 @@ def test_many_hostile_forms_keep_no_honest_one_from_its_turn(small):
     engine = small.engine
     run(engine, small.ask())  # all has started
     hostile = [small.ask(form=tag({"type": "regex", "pattern": f"(.*.*.*.*)*{i}x"}))[0]
-               for i in range(60)]  # fmt: skip
+               for i in range(20)]  # fmt: skip
     for one in hostile:
         engine.add(one)
     started = time.monotonic()
@@ -227,8 +234,8 @@ def test_many_hostile_forms_keep_no_honest_one_from_its_turn(small):
         while honest.id in engine.compiling:
             engine.step()
         engine.abort(honest.id)
-    # One after the other all would take 100 s; on a quiet machine this is 2 s.
-    assert time.monotonic() - started < 40
+    # One after the other all would take 30 s; on a quiet machine this is 2 s.
+    assert time.monotonic() - started < 25
     # Who goes away leaves no work behind.
     for one in hostile:
         engine.abort(one.id)

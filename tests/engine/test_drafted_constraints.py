@@ -48,8 +48,9 @@ def ask_all(small: Small, first: int) -> list:
     return asked + [small.ask(seed=i, temperature=0.8 * (i == 0), **params)[0] for i in range(4)]
 
 
-@pytest.mark.parametrize("right", [0.5, 1.0], ids="right{}".format)
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize(
+    "overlap, right", [(False, 1.0), (True, 0.5)], ids=["plain, right1.0", "overlapped, right0.5"]
+)
 def test_no_draft_gets_past_a_grammar_and_the_texts_are_those_without_drafts(
     plain, drafted, overlap, right
 ):
@@ -84,7 +85,7 @@ def test_no_draft_gets_past_a_grammar_and_the_texts_are_those_without_drafts(
         assert after.speculation.accepted > before.speculation.accepted
 
 
-@pytest.mark.parametrize("budget", [0, 3, 40])
+@pytest.mark.parametrize("budget", [0, 40])
 def test_a_budget_of_thoughts_is_kept_in_the_middle_of_drafts(plain, drafted, budget):
     never = {"logit_bias": {plain.end[0]: -100.0}, "temperature": 0.0}
 

@@ -57,13 +57,13 @@ def test_reused_blocks_never_show_another_texts_keys(folder, either_loop):
     """64 blocks, prompts that share heads, four at a time, every fifth given up."""
     rng = random.Random(5)
     heads = prompts(100, 200, 330, seed=1)
-    texts = [rng.choice(heads)[: rng.randrange(90, 330)] + tail for tail in prompts(*range(9, 29))]
+    texts = [rng.choice(heads)[: rng.randrange(90, 330)] + tail for tail in prompts(*range(9, 19))]
     expected = {i: alone(folder, request(text)) for i, text in enumerate(texts)}
     block = 16 * 2 * 2 * 16 * 4 * 4  # tokens, keys and values, KV heads, size, layers, bytes
     engine = start(folder, kv_cache_memory_bytes=64 * block, max_num_seqs=4)
     engine.overlap = either_loop
     traffic, owner = Traffic(engine, rng), {}
-    for turn in range(300):
+    for turn in range(90):
         i = rng.randrange(len(texts))
         one = request(texts[i])
         owner[one.id] = i
@@ -75,7 +75,7 @@ def test_reused_blocks_never_show_another_texts_keys(folder, either_loop):
                 traffic.step()
             traffic.abort(one.id)
     traffic.drain()
-    assert engine.stats().prefix_hits > 10_000
+    assert engine.stats().prefix_hits > 3000
     for name, answer in traffic.answers.items():
         if name not in traffic.aborted:
             assert_near(answer, expected[owner[name]])
@@ -101,7 +101,7 @@ def test_a_slot_used_again_shows_nothing_of_its_former_request(folder):
     engine = start(folder, max_num_seqs=8)
     plain = [request(prompt) for prompt in prompts(5, 40, 75, 130)]
     expected = [alone(folder, one) for one in plain]
-    for _ in range(25):
+    for _ in range(8):
         traffic, checked = Traffic(engine, rng), []
         for i, one in enumerate(plain):
             again = replace(one, id=request([1]).id)
@@ -168,11 +168,11 @@ def test_huge_sinks_leave_only_the_last_token_to_decide(tmp_path):
 
 
 def test_routing_is_the_same_at_every_batch_size(folder):
-    """64 prompts one by one, together, and token by token: the same experts' tokens."""
-    texts = prompts(*[7 + i % 23 for i in range(64)], seed=2)
+    """32 prompts one by one and together: the same experts' tokens."""
+    texts = prompts(*[7 + i % 23 for i in range(32)], seed=2)
     asked = [request(text, max_tokens=3) for text in texts]
-    together = run(start(folder, max_num_seqs=64), asked)
-    single = start(folder, max_num_seqs=64, max_num_batched_tokens=64, enable_prefix_caching=False)
+    together = run(start(folder, max_num_seqs=32), asked)
+    single = start(folder, max_num_seqs=32, max_num_batched_tokens=32, enable_prefix_caching=False)
     by_token = [run(single, [request(text, max_tokens=3)])[0] for text in texts]
     for one, other in zip(together, by_token, strict=True):
         assert_near(one, other)

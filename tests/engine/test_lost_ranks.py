@@ -51,9 +51,13 @@ def test_a_rank_that_is_unlike_the_others_is_named(folder, monkeypatch, change, 
 
 
 @pytest.mark.parametrize(
-    "where", ["limelight.parallel.group as s", "limelight.engine.ready as s"],
+    "where",
+    [
+        pytest.param("limelight.parallel.group as s", marks=pytest.mark.slow),
+        "limelight.engine.ready as s",
+    ],
     ids=["before it joins", "while it loads"],
-)  # fmt: skip
+)
 def test_a_rank_that_ends_at_its_start_ends_the_whole_start(folder, monkeypatch, where):
     change = (
         f"import {where}\ndef no(*a, **k): raise OSError('no disk')\ns.join = s.load_model = no"

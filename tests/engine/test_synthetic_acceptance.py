@@ -39,8 +39,7 @@ def serve(engine, *, count=12, max_tokens=160, seed=0, **params):
     return run(engine, asked)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids="T{}".format)
+@pytest.mark.parametrize("temperature, overlap", [(0.0, True), (0.8, False)])
 def test_as_many_drafts_stand_in_each_place_as_were_told(folders, temperature, overlap, caplog):
     engine = make(folders)
     engine.overlap = overlap

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,8 +53,9 @@ def loops_of_loaded_length(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch):
-    """Triton's interpreter patches the language at each call of a function, and looks for overflows
-    of which it then tells no one: that takes most of its time."""
+    """Triton's interpreter patches the language at each call of a function, looks for overflows of
+    which it then tells no one, makes a table for each type that it looks up and a name for each
+    shape, and reduces number by number: that takes most of its time."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder = interpreter.interpreter_builder
     options = replace(builder.options, sanitize_overflow=False)
@@ -74,6 +76,39 @@ def quick_interpreter(monkeypatch):
     if hasattr(interpreter, "_LangPatchScope"):
         monkeypatch.setattr(interpreter, "_patch_lang", patched)
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+
+    numbers, number_of = {}, interpreter._get_np_dtype
+
+    def known(of):
+        if (name := of.scalar.name) not in numbers:
+            numbers[name] = number_of(of)
+        return numbers[name]
+
+    def nameless(self, types, fields=None):
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", known)
+    monkeypatch.setattr(interpreter.tl.core.tuple_type, "__init__", nameless)
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduced_in_pairs)
+
+
+def reduced_in_pairs(self, input):
+    """All neighbours at once, then what they gave, until one is left: a function that reduces is
+    associative, since a GPU takes an order of its own."""
+    held, axis = self.unravel(input, self.axis)
+    parts = [np.moveaxis(one.handle.data, axis, 0) for one in held]
+    while len(parts[0]) > 1:
+        left, right = (
+            [self.to_tensor(part[at::2], one.dtype) for part, one in zip(parts, held, strict=True)]
+            for at in (0, 1)
+        )
+        found = self.combine_fn.fn(*left, *right)
+        parts = [one.handle.data for one in (found if isinstance(found, tuple) else (found,))]
+    results = [part[0] for part in parts]
+    if self.keep_dims:
+        gone = axis if self.axis is not None else tuple(range(input[0].handle.data.ndim))
+        results = [np.expand_dims(result, gone) for result in results]
+    return [self.to_tensor(result, one.dtype) for result, one in zip(results, held, strict=True)]
 
 
 @pytest.hookimpl(tryfirst=True)

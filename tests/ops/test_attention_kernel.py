@@ -24,12 +24,12 @@ BATCHES = {
     "decode": [(200, 1), (63, 1), PADDING, (64, 1), PADDING],
     "drafts": [(150, 4), (0, 3), (63, 1)],
     "16 queries": [(90, 16)],
-    "prompts": [(30, 40), (0, 17), (60, 33)],
-    "both": [(130, 1), (5, 2), (50, 30)],
+    "prompts": [(30, 20), (0, 17), (40, 33)],
+    "both": [(130, 1), (5, 2), (50, 18)],
 }
 # In no order, each kind of padding among them: none knows which have few queries but the device.
 MIXED = {
-    "in any order": [(50, 30), (130, 1), (-20, 20), (5, 2), (0, 3), (0, 17), PADDING],
+    "in any order": [(50, 18), (130, 1), (-20, 20), (5, 2), (0, 3), (0, 17), PADDING],
     "few alone": [(70, 1), (3, 2), *[(0, 0)] * 3],
     "many alone": [(0, 19), *[(0, 0)] * 3, (60, 33), (-9, 9)],
 }

@@ -73,7 +73,7 @@ def test_blocks_hold_the_pairs_of_their_expert_in_order(case, skew):
     check(chosen(tokens, experts, count, "cpu", skew=skew), experts, block_m)
 
 
-@pytest.mark.parametrize("tokens", [9, 32, 33, 128])
+@pytest.mark.parametrize("tokens", [9, 33, pytest.param(128, marks=pytest.mark.slow)])
 def test_those_of_a_model_do(tokens):
     check(chosen(tokens, 256, 6, "cpu", skew=0.005), 256, 8)
 
