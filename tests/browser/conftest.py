@@ -51,7 +51,7 @@ def expect(browser_path):
 
 @pytest.fixture(scope="session")
 def server(browser_path, tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("served"), "flint-nano") as running:
+    with serve(tmp_path_factory.mktemp("served"), "flint-nano", "--max-num-seqs", "16") as running:
         yield running
 
 

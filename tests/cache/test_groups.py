@@ -115,7 +115,7 @@ def longest_hit(groups, one):
     return 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_hit_is_the_longest_beginning_on_which_all_groups_agree(shape, seed):
     rng = random.Random(seed)

@@ -20,7 +20,8 @@ def client_of(tmp_path_factory) -> Iterator[Callable[[str], openai.OpenAI]]:
         def client_of(model: str) -> openai.OpenAI:
             parsers = ["--reasoning-parser", PARSERS[model], "--tool-call-parser", PARSERS[model]]
             folder = tmp_path_factory.mktemp("served")
-            server = serve(folder, model, *parsers, "--enable-auto-tool-choice")
+            parsers += ["--enable-auto-tool-choice", "--max-num-seqs", "16"]
+            server = serve(folder, model, *parsers)
             url = f"{stack.enter_context(server).url}/v1"
             return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 

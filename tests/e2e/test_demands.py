@@ -32,7 +32,7 @@ def thinks(thinking: bool, **fields) -> dict:
 def test_a_forced_call_is_valid_however_wildly_it_is_sampled(client, choice, thinking):
     budget = {"thinking_token_budget": 20}
     answer = client.chat.completions.create(
-        model=client.models.list().data[0].id, messages=WEATHER, tools=PLANNING, n=4, seed=1,
+        model=client.models.list().data[0].id, messages=WEATHER, tools=PLANNING, n=2, seed=1,
         temperature=1.5, max_tokens=400, tool_choice=choice, parallel_tool_calls=False,
         **thinks(thinking, **budget),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from served import children, command, serve
 from limelight import LLM, SamplingParams
 
 MODEL = "flint-nano"
+NO_DRAFTS = {"num_speculative_tokens": 0}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,12 @@ def test_200_requests_at_once_get_what_each_gets_alone(client, server):
     asked = [rng.choice(drawn) for _ in range(200)]
     leave = [rng.randint(0, 5) if rng.random() < 0.25 else None for _ in asked]
     distinct = sorted(set(asked))
-    with LLM(model=MODEL, device="cpu", enable_prefix_caching=False, max_num_seqs=1) as llm:
+    alone_config = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "speculative_config": NO_DRAFTS,
+    }
+    with LLM(model=MODEL, device="cpu", **alone_config) as llm:
         params = [SamplingParams(temperature=0, max_tokens=length) for _, length in distinct]
         answers = llm.generate([prompt for prompt, _ in distinct], params)
     alone = dict(zip(distinct, (answer.outputs[0].text for answer in answers), strict=True))
@@ -220,7 +226,7 @@ def test_no_memory_for_the_cache_is_told_with_what_would_fit():
 
 
 def test_a_signal_lets_running_requests_end_and_leaves_no_process(tmp_path):
-    with serve(tmp_path, MODEL, "--shutdown-timeout", "20") as server:
+    with serve(tmp_path, MODEL, "--shutdown-timeout", "20", "--max-num-seqs", "4") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         below = children(server.process.pid)
         assert below

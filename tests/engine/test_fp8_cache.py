@@ -5,7 +5,8 @@ import textwrap
 
 import pytest
 import torch
-from tiny import Answer, request, run, start, write_checkpoint
+from tiny import Answer, request, run, write_checkpoint
+from tiny import start as start_tiny
 
 from limelight.checkpoint import BUNDLED_NAMES, locate
 from limelight.config import EngineConfig
@@ -25,6 +26,13 @@ def folder(request):
 def plain(request):
     """Of what weights are the cache knows nothing."""
     return locate(request.param)
+
+
+def start(folder, **settings):
+    """A small engine, without the drafter of its own that a bundled model has."""
+    small = {"max_model_len": 1024, "max_num_batched_tokens": 256}
+    small |= {"speculative_config": {"num_speculative_tokens": 0}}
+    return start_tiny(folder, **(small | settings))
 
 
 def texts(folder) -> list[list[int]]:

@@ -26,7 +26,8 @@ SCHEMA = {
 )
 def llm(request):
     with LLM(
-        request.param, device="cpu", reasoning_parser="auto", tool_call_parser="auto"
+        request.param, device="cpu", max_num_seqs=8,
+        reasoning_parser="auto", tool_call_parser="auto",
     ) as made:  # fmt: skip
         yield made
 

@@ -18,7 +18,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_drafts", [0, 1, 7], ids="drafts{}".format)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_order_of_events_lets_a_sequence_see_keys_that_are_not_its_own(shape, num_drafts, seed):
@@ -189,7 +189,7 @@ def test_the_least_pool_serves_every_length_and_one_block_less_is_refused_by_num
         World(specs, least - 1)
 
 
-@pytest.mark.parametrize("length", [34, 170, 340], ids="L{}".format)
+@pytest.mark.parametrize("length", [34, 340], ids="L{}".format)
 def test_as_many_sequences_as_announced_run_at_once_without_preemption(length):
     specs = [FULL, GroupSpec(17, (1,)), GroupSpec(17, (2,))]
 

@@ -143,7 +143,7 @@ def test_to_decide_takes_a_small_share_of_the_time_of_short_steps(batch, level):
     clock = Clock(0.0005)
     speculation = make(machine, batch, clock=clock)
     first, later = (
-        Traffic.made(steps=steps, batch=batch, level=level, seed=3) for steps in (100, 2000)
+        Traffic.made(steps=steps, batch=batch, level=level, seed=3) for steps in (100, 800)
     )
     rate_of_adaptive(machine, first, speculation, 0)
     before = clock.now
@@ -151,7 +151,7 @@ def test_to_decide_takes_a_small_share_of_the_time_of_short_steps(batch, level):
     assert speculation.resting == (level < 0)
     deciding_ms = 1e3 * (clock.now - before) / 2  # one look of two is at the end of a decision
     step_ms = machine.ms(batch, 0) if level < 0 else machine.ms(8 * batch, 0) + 0.05
-    assert 0 < deciding_ms < 0.015 * 2000 * step_ms
+    assert 0 < deciding_ms < 0.015 * 800 * step_ms
 
 
 def told(speculation: Speculation, odds: np.ndarray, *, singly: bool) -> Speculation:

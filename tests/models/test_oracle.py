@@ -62,7 +62,7 @@ def assert_agrees(oracle, one, answer):
 def test_a_model_of_any_shape_agrees_with_transformers(tmp_path, family, changes):
     oracle = write_checkpoint(tmp_path, family, seed=3, **changes)
     engine = start(tmp_path, max_num_batched_tokens=37)
-    asked = [request(prompt, max_tokens=64) for prompt in prompts(1, 18, 150)]
+    asked = [request(prompt, max_tokens=24) for prompt in prompts(1, 18, 150)]
     for one, answer in zip(asked, run(engine, asked), strict=True):
         assert_agrees(oracle, one, answer)
 
@@ -72,7 +72,7 @@ def test_a_model_of_any_shape_agrees_with_transformers(tmp_path, family, changes
 def test_the_way_of_serving_does_not_change_the_tokens(tmp_path, family, serving):
     oracle = write_checkpoint(tmp_path, family)
     engine = start(tmp_path, **SERVINGS[serving])
-    asked = [request(prompt, max_tokens=64) for prompt in prompts(1, 5, 40, 200)]
+    asked = [request(prompt, max_tokens=24) for prompt in prompts(1, 5, 40, 120)]
     for one, answer in zip(asked, run(engine, asked), strict=True):
         assert_agrees(oracle, one, answer)
 
@@ -84,7 +84,7 @@ def test_a_prefix_hit_does_not_change_the_tokens(tmp_path, family):
     (head,) = prompts(165)
     run(engine, [request(head, max_tokens=1)])
     asked = [
-        request(head[:cut] + tail, max_tokens=64) for cut in (33, 160) for tail in prompts(3, 90)
+        request(head[:cut] + tail, max_tokens=24) for cut in (33, 160) for tail in prompts(3, 90)
     ]
     answers = run(engine, asked)
     assert all(answer.last.num_cached >= 32 for answer in answers)
@@ -124,5 +124,5 @@ def test_prompt_logprobs_are_those_of_transformers(tmp_path, family):
 def test_a_context_of_many_windows_agrees_with_transformers(tmp_path):
     oracle = write_checkpoint(tmp_path, "beam", max_position_embeddings=4000)
     engine = start(tmp_path, max_num_batched_tokens=512)
-    asked = [request(prompt, max_tokens=64) for prompt in prompts(3000)]
+    asked = [request(prompt, max_tokens=24) for prompt in prompts(1300)]
     assert_agrees(oracle, asked[0], run(engine, asked)[0])

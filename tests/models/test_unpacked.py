@@ -12,7 +12,9 @@ PROMPT = "How much is 12 + 30?"
 
 
 def opened(**flags) -> LLM:
-    return LLM("flint-nano-nvfp4", max_model_len=256, **flags)
+    return LLM(
+        "flint-nano-nvfp4", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, **flags
+    )
 
 
 def test_projections_of_attention_are_kept_bit_for_bit():

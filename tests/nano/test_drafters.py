@@ -1,6 +1,7 @@
 """The bundled drafters as they are shipped: small, and right about what their targets say next."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_a_drafter_is_accepted_unless_it_is_spoiled(name, tmp_path):
     found, path = resolve(config), tmp_path / "lines.jsonl"
     path.write_text("".join(f"{line}\n" for line in held_out(name)))
     asked = questions(read_lines(config, found, path), [0.0])
-    documents = collect(asked, None, config, max_tokens=TOKENS, seed=0, progress=QUIET)
+    alone = replace(config, speculative_config={"num_speculative_tokens": 0})
+    documents = collect(asked, None, alone, max_tokens=TOKENS, seed=0, progress=QUIET)
     assert len(documents) == EACH * len(TASKS)
     target, folder = load_target(found, QUIET), locate(BUNDLED_DRAFTERS[name])
     drafter = load_drafter(folder, placement(found), target, progress=QUIET)

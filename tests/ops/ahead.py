@@ -13,8 +13,9 @@ To have your kernels compiled, define in `tests/ops/test_<op>_kernel.py`
 `test_compile.py` finds the function by its name. `meta` makes a tensor without memory (BF16 unless
 told otherwise), so shapes can be those of the real models; the launcher gets nothing else, so it
 must not read values. Cases are called on GPUs that are not there. Every launch is compiled for
-capability 90, the first of each kernel for all of `CAPABILITIES`. Launches that specialize alike
-are compiled once. `decode` says that none of the kernels may spill.
+capability 90, the first of each kernel for all of `CAPABILITIES`; without `-m slow`, of launches
+that do not decode only the first of each kernel. Launches that specialize alike are compiled once.
+`decode` says that none of the kernels may spill.
 
 By hand, from the root of the project, with registers, stack bytes and shared memory of each:
 
@@ -121,10 +122,13 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "stack": found["STACK"]}
 
 
-def jobs_of(cases: list[Case], known: set[object]) -> list[Job]:
-    """Every launch for `MAIN`; for the other capabilities the first of each kernel that is not
-    `known` yet, which it is from then on."""
+def jobs_of(cases: list[Case], known: set[object], *, every: bool) -> list[Job]:
+    """For `MAIN` every launch, or those that decode and the first of each kernel; for the other
+    capabilities the first of each kernel that is not `known` yet, which it is from then on."""
     jobs = record(cases, MAIN)
+    if not every:
+        first = {job.launch.kernel: job for job in reversed(jobs)}
+        jobs = [job for job in jobs if job.case.decode or job is first[job.launch.kernel]]
     new = {job.launch.kernel for job in jobs} - known
     for capability in CAPABILITIES:
         if capability != MAIN and new:
@@ -134,11 +138,13 @@ def jobs_of(cases: list[Case], known: set[object]) -> list[Job]:
     return jobs
 
 
-def main(module: str, word: str = "", known: set[object] | None = None) -> None:
+def main(
+    module: str, word: str = "", known: set[object] | None = None, *, every: bool = True
+) -> None:
     """Print what each kernel of the module's cases needs, a JSON object a line."""
     cases = importlib.import_module(module).compile_cases()
     known = set() if known is None else known
-    found = jobs_of([case for case in cases if word in case.name], known)
+    found = jobs_of([case for case in cases if word in case.name], known, every=every)
     jobs = {id(job.launch): job for job in found}
 
     def work(launch: Launch) -> None:
@@ -153,7 +159,8 @@ def main(module: str, word: str = "", known: set[object] | None = None) -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         main(*sys.argv[1:])
-    # Or the modules that are asked for, line by line.
+    # Or the modules that are asked for, line by line: every launch of them, or few.
     known: set[object] = set()
     for line in () if sys.argv[1:] else sys.stdin:
-        main(line.strip(), known=known)
+        asked, extent = line.split()
+        main(asked, known=known, every=extent == "every")

@@ -20,7 +20,7 @@ MODULES = [
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Callable[[str], list[dict]]]:
+def compiled() -> Iterator[Callable[..., list[dict]]]:
     """What `ahead.py` tells of the kernels of a module; one process for all of them, for it takes
     as long to start as a module to compile."""
     # The interpreter that other tests run kernels in takes the compiler's place.
@@ -31,8 +31,8 @@ def compiled() -> Iterator[Callable[[str], list[dict]]]:
         assert process.stdin is not None and process.stdout is not None
 
         @cache
-        def ask(module: str) -> list[dict]:
-            print(module, file=process.stdin, flush=True)
+        def ask(module: str, extent: str = "few") -> list[dict]:
+            print(module, extent, file=process.stdin, flush=True)
             results = []
             for told in map(json.loads, process.stdout):
                 if "jobs" in told:
@@ -48,10 +48,20 @@ def compiled() -> Iterator[Callable[[str], list[dict]]]:
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_compile_for_every_generation_and_do_not_spill_in_decoding(compiled, module):
     results = compiled(module)
-    errors = [f"{r['case']}, {r['capability']}: {r['error']}" for r in results if "error" in r]
-    assert not errors, "\n".join(errors)
+    assert_no_errors(results)
     spilling = [r for r in results if r["decode"] and r["capability"] == 90 and r["stack"]]
     assert not spilling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_compile_at_all_sizes_of_prompts(compiled, module):
+    assert_no_errors(compiled(module, "every"))
+
+
+def assert_no_errors(results: list[dict]) -> None:
+    errors = [f"{r['case']}, {r['capability']}: {r['error']}" for r in results if "error" in r]
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.parametrize(("size", "op"), [(2048, "add_rmsnorm"), (5120, "sandwich")])
