@@ -5,13 +5,8 @@ Without a GPU, kernels run under Triton's interpreter, which must be asked for b
 
 import os
 
+import torch
 
-def pytest_configure(config):
-    # A process that only hands tests to others, which it starts after this, needs no torch.
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    import torch
-
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
