@@ -184,22 +184,19 @@ def _hold(
     x, stride_x, rows, start, valid, held, K: gl.constexpr, COUNT: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):  # fmt: skip
-    """8 rows of x into shared memory, chunk by chunk, TOGETHER under way at once."""
-    CHUNKS: gl.constexpr = held.shape[0]
-    LAYOUT: gl.constexpr = _x_layout(1, gl.num_warps())
+    """8 rows of x into shared memory, TOGETHER pieces of 128 columns at a time."""
+    PIECES: gl.constexpr = held.shape[0]
+    LAYOUT: gl.constexpr = _x_layout(TOGETHER, gl.num_warps())
     row_M, valid_M = _rows(rows, start, valid, gl.SliceLayout(1, LAYOUT))
-    k_K = gl.arange(0, SPAN, layout=gl.SliceLayout(0, LAYOUT))
+    k_K = gl.arange(0, TOGETHER * SPAN, layout=gl.SliceLayout(0, LAYOUT))
     at_MK = x + (row_M // COUNT).to(gl.int64)[:, None] * stride_x + k_K[None, :]
-    for first in range(0, CHUNKS, TOGETHER):
-        tiles = ()
-        for c in gl.static_range(TOGETHER):
-            k = (first + c) * SPAN
-            tile = gl.load(at_MK + k, mask=valid_M[:, None] & (k + k_K < K)[None, :], other=0.0)
-            tiles = tiles + (tile,)  # type: ignore[assignment]
-        for c in gl.static_range(TOGETHER):
-            # [g, t, i, e, p, h] -> [i, g, t, p, h, e]
-            tile = gl.permute(gl.reshape(tiles[c], [8, 4, 4, 2, 2, 2]), [2, 0, 1, 4, 5, 3])
-            held.index(first + c).store(gl.reshape(tile, [4, 8, 32]))
+    turns = held._reinterpret(held.dtype, [PIECES // TOGETHER, 4 * TOGETHER, 8, 32], held.layout)
+    for turn in range(PIECES // TOGETHER):
+        k = turn * (TOGETHER * SPAN)
+        tile = gl.load(at_MK + k, mask=valid_M[:, None] & (k + k_K < K)[None, :], other=0.0)
+        # [g, c, t, i, e, p, h] -> [c, i, g, t, p, h, e]
+        tile = gl.permute(gl.reshape(tile, [8, TOGETHER, 4, 4, 2, 2, 2]), [1, 3, 0, 2, 5, 6, 4])
+        turns.index(turn).store(gl.reshape(tile, [4 * TOGETHER, 8, 32]))
 
 
 @gluon.jit
@@ -324,7 +321,8 @@ def _stream(
     OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
     TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     PIECES: gl.constexpr = WIDTH // SPAN
-    TOGETHER: gl.constexpr = 4 if CHUNKS * PIECES % 4 == 0 else 1
+    # The power of two that divides them, up to 4.
+    TOGETHER: gl.constexpr = CHUNKS * PIECES & -(CHUNKS * PIECES) & 3 or 4
     WARPS: gl.constexpr = gl.num_warps()
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
