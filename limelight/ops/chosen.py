@@ -465,7 +465,7 @@ GATE_UP: dict[int, Tile] = {
 GATE_UP_FP4: dict[int, dict[int, Tile]] = {
     4: {
         2048: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 80},
-        2**31: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 128},
+        2**31: {"BLOCK_F": 2, "CHUNK": 512, "num_warps": 2, "maxnreg": 128},
     },
     2**31: {2**31: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 128}},
 }
@@ -475,7 +475,7 @@ DOWN: dict[int, Tile] = {
     2**31: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 8, "maxnreg": 96},
 }
 DOWN_FP4: dict[int, Tile] = {
-    3072: {"BLOCK_D": 16, "CHUNK": 512, "num_warps": 8, "maxnreg": 80},
+    3072: {"BLOCK_D": 8, "CHUNK": 128, "num_warps": 4, "maxnreg": 96},
     2**31: {"BLOCK_D": 8, "CHUNK": 512, "num_warps": 8, "maxnreg": 128},
 }
 
@@ -485,10 +485,11 @@ def most_rows(size: int, weight: PlainOrFP4) -> int:
     return by_size(FEW_FP4 if isinstance(weight, FP4) else FEW, size)
 
 
-def _chunk(size: int, most: int) -> int:
-    """A number of columns that divides `size`, if a power of two of any use does."""
-    chunk = size & -size
-    return min(most, chunk if chunk >= 32 else max(next_power_of_2(size), 8))
+def _chunk(size: int, most: int, *, fp4: bool) -> int:
+    """A number of columns that divides `size`, if a power of two of any use does: of four-bit
+    weights fewer than 128 are pieces too small for memory."""
+    chunk, useful = size & -size, 128 if fp4 else 32
+    return min(most, chunk if chunk >= useful else max(next_power_of_2(size), 8))
 
 
 def _parts(weight: PlainOrFP4 | None) -> tuple[torch.Tensor | None, ...]:
@@ -521,11 +522,11 @@ def few_moe(
     _gate_up_kernel[(blocks + cdiv(shared, tile["BLOCK_F"]),)](
         y_TD, *_parts(gate_up_EGD), *_parts(shared_gate_up_GD), ids_TN, inner_TF,
         rows, y_TD.stride(0), **sizes, ROWS=rows if shared else 0, FP32=fp32,
-        **tile | {"CHUNK": _chunk(size, tile["CHUNK"])}, **pdl(y_TD),
+        **tile | {"CHUNK": _chunk(size, tile["CHUNK"], fp4=fp4)}, **pdl(y_TD),
     )  # fmt: skip
     tile = by_size(DOWN_FP4 if fp4 else DOWN, columns)
     chunk, block_n = (
-        _chunk(width, tile["CHUNK"]),
+        _chunk(width, tile["CHUNK"], fp4=fp4),
         next_power_of_2(cdiv(columns, width)),
     )
     at_once = tile["num_warps"] * 32 * (BLOCK if fp4 else 8)
