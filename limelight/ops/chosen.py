@@ -463,8 +463,12 @@ GATE_UP: dict[int, Tile] = {
 }
 # By the most rows, then by columns: the shared expert's programs have sums for each row.
 GATE_UP_FP4: dict[int, dict[int, Tile]] = {
-    4: {
+    1: {
         2048: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 80},
+        2**31: {"BLOCK_F": 2, "CHUNK": 512, "num_warps": 2, "maxnreg": 128},
+    },
+    4: {
+        2048: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 88},
         2**31: {"BLOCK_F": 2, "CHUNK": 512, "num_warps": 2, "maxnreg": 128},
     },
     2**31: {2**31: {"BLOCK_F": 4, "CHUNK": 512, "num_warps": 4, "maxnreg": 128}},

@@ -449,36 +449,40 @@ DTYPES = (torch.bfloat16,)
 MOST_EACH = 8
 # Rows of a tile, and stages of the ring.
 BLOCK_N, STAGES = 64, 3
-# Columns of a stage, where they divide a row; the least of them else, and where x takes more bytes.
-WIDTHS, WIDE_X = (512, 256, 128), 65536
+# Columns of a stage: the first that divide a row, or the last; of these no more than a WIDE part of
+# the shared memory leaves room for, where x takes much of it.
+WIDTHS, WIDE = (512, 256, 128), 0.28
 # Bytes of shared memory that programs share, by the room of a device; each takes some of its own.
 ROOM, SMALL_ROOM, OWN = 232_448, 101_376, 1024
 # The most programs that a multiprocessor runs at a time: there are no more, and they stay.
 MOST_PROGRAMS = 3
 
 
-def _width(*columns: int) -> int:
-    """Columns of a stage, for weights that have so many."""
-    wide = 16 * max(columns) > WIDE_X
-    return next((w for w in WIDTHS[wide:] if not any(k % w for k in columns)), WIDTHS[-1])
-
-
-def _bytes(*columns: int) -> int:
-    """Shared memory of a program: x, and the ring of words and scales."""
-    width = _width(*columns)
-    return cdiv(max(columns), width) * width * 16 + STAGES * BLOCK_N * width * 9 // 16 + OWN
-
-
 def _room(tensor: torch.Tensor) -> int:
     return ROOM if is_roomy(tensor) else SMALL_ROOM
+
+
+def _width(room: int, *columns: int) -> int:
+    """Columns of a stage, for weights that have so many."""
+    x = 16 * max(columns)
+    widths = WIDTHS[(x > WIDE * room) + (x > 2 * WIDE * room) :]
+    return next((w for w in widths if not any(k % w for k in columns)), WIDTHS[-1])
+
+
+def _bytes(room: int, *columns: int) -> int:
+    """Shared memory of a program: x, and the ring of words and scales."""
+    width = _width(room, *columns)
+    return cdiv(max(columns), width) * width * 16 + STAGES * BLOCK_N * width * 9 // 16 + OWN
 
 
 def fits(y_TD: torch.Tensor, down: tuple[FP4, FP4 | None]) -> bool:
     """Whether weights are decoded to the type of these rows, have whole words of scales, and a
     program has room for its rows of x."""
-    sizes = [size for weight in down if weight is not None for size in weight.shape[-2:]]
-    whole = all(size % (4 * BLOCK) == 0 for size in sizes)
-    return y_TD.dtype in DTYPES and whole and _bytes(*sizes) <= _room(y_TD)
+    columns = [weight.shape[-1] for weight in down if weight is not None]
+    whole = all(size % (4 * BLOCK) == 0 for size in (y_TD.shape[1], *columns))
+    room = _room(y_TD)
+    needed = max(_bytes(room, y_TD.shape[1]), _bytes(room, *columns))
+    return y_TD.dtype in DTYPES and whole and needed <= room
 
 
 def _parts(weight: FP4 | None) -> tuple[torch.Tensor | None, ...]:
@@ -503,12 +507,12 @@ def some_each(
 
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
         columns = [sizes["K"], sizes["SHARED_K"] or sizes["K"]]
-        each = min(_room(x) // _bytes(*columns), MOST_PROGRAMS)
+        each = min(_room(x) // _bytes(_room(x), *columns), MOST_PROGRAMS)
         _grouped_fp4_few_kernel[(processors(x) * each,)](
             x, shared_x, *_parts(weights[0]), *_parts(weights[1]), *blocks, out, shared_out,
             rows, most, x.stride(0), shared_x.stride(0), **sizes, FP32=fp32,
-            BLOCKS=max(next_power_of_2(most), 128), BLOCK_N=BLOCK_N, WIDTH=_width(*columns),
-            STAGES=STAGES, num_warps=4, **pdl(y_TD),
+            BLOCKS=max(next_power_of_2(most), 128), BLOCK_N=BLOCK_N,
+            WIDTH=_width(_room(x), *columns), STAGES=STAGES, num_warps=4, **pdl(y_TD),
         )  # fmt: skip
 
     launch(
