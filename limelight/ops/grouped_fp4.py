@@ -291,10 +291,22 @@ def _block_of(blocks, place, rows, SHARED: gl.constexpr):
 
 
 @gluon.jit
-def _after(
-    unit, chunk, e, blocks, rows, TILES: gl.constexpr, CHUNKS: gl.constexpr, SHARED: gl.constexpr
-):
-    """The next chunk to copy: its unit, its place in that, and the unit's expert."""
+def _ask(
+    ring, stage, cursor, weight, places, blocks, rows, end,
+    N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr,
+    BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Have the chunk at the cursor, a unit, a chunk of it and its expert, copied into a stage if it
+    comes before the `end`: the cursor behind it."""
+    CHUNKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
+    ROWS: gl.constexpr = N * (2 if GATED else 1)
+    OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
+    TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    unit, chunk, e = cursor
+    _copy(
+        (ring[0].index(stage), ring[1].index(stage)), weight[0], weight[1], places,
+        e.to(gl.int64) * ROWS, unit % TILES * OUTPUTS, chunk, unit < end, N, K, OUTPUTS, WIDTH,
+    )  # fmt: skip
     chunk += 1
     if chunk == CHUNKS:
         chunk = 0
@@ -302,6 +314,24 @@ def _after(
         if unit % TILES == 0:
             e, _, _ = _block_of(blocks, unit // TILES, rows, SHARED)
     return unit, chunk, e
+
+
+@gluon.jit
+def _multiplied(
+    sum_NM, ring, stage, held, chunk, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """The sums, plus those of a stage's columns."""
+    PIECES: gl.constexpr = WIDTH // SPAN
+    WORDS: gl.constexpr = _word_layout(BLOCK_N, gl.num_warps())
+    SCALES: gl.constexpr = _scale_layout(BLOCK_N, gl.num_warps())
+    for p in gl.static_range(PIECES):
+        word_NX = ring[0].index(stage).slice(p * 16, 16, 1).load(WORDS)
+        scale_NQ = ring[1].index(stage).slice(p * 4, 4, 1).load(SCALES)
+        left = _left((word_NX, scale_NQ), gl.DotOperandLayout(0, SUMS, 2))
+        right = _right(held.index(chunk * PIECES + p), gl.DotOperandLayout(1, SUMS, 2))
+        sum_NM = mma_v2(left, right, sum_NM)
+    return sum_NM
 
 
 @gluon.jit
@@ -323,43 +353,36 @@ def _stream(
     PIECES: gl.constexpr = WIDTH // SPAN
     # The power of two that divides them, up to 4.
     TOGETHER: gl.constexpr = CHUNKS * PIECES & -(CHUNKS * PIECES) & 3 or 4
-    WARPS: gl.constexpr = gl.num_warps()
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     # Of two rows 64 bytes each, which a warp reads at once, lie in different banks.
-    ring = gl.allocate_shared_memory(
+    words_held = gl.allocate_shared_memory(
         gl.int32, [STAGES, BLOCK_N, WIDTH // 8], gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
     )
-    ring_scales = gl.allocate_shared_memory(
-        gl.int16, [STAGES, BLOCK_N, WIDTH // 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    scales_held = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, WIDTH // 32], PLAIN)
+    ring = (words_held, scales_held)
     held = gl.allocate_shared_memory(
         x.dtype.element_ty, [CHUNKS * PIECES, 4, 8, 32],
         gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )  # fmt: skip
     unit, end = program * units // programs, (program + 1) * units // programs
     places = _places(N, K, GATED, BLOCK_N, WIDTH)
-    next_, next_chunk = unit, 0
-    next_e, _, _ = _block_of(blocks, unit // TILES, rows, SHARED)
+    e, start, valid = _block_of(blocks, unit // TILES, rows, SHARED)
+    cursor = (unit, unit * 0, e)
     for s in gl.static_range(STAGES - 1):
-        _copy(
-            (ring.index(s), ring_scales.index(s)), words, scales, places,
-            next_e.to(gl.int64) * ROWS, next_ % TILES * OUTPUTS, next_chunk, next_ < end,
-            N, K, OUTPUTS, WIDTH,
+        cursor = _ask(
+            ring, s, cursor, (words, scales), places, blocks, rows, end,
+            N, K, GATED, SHARED, BLOCK_N, WIDTH,
         )  # fmt: skip
-        next_, next_chunk, next_e = _after(
-            next_, next_chunk, next_e, blocks, rows, TILES, CHUNKS, SHARED
-        )
     if PDL and not GATED:
         tl.extra.cuda.gdc_wait()
     stage, place = 0, unit // TILES - 1
-    e, start, valid = place, place, place
-    row_M, valid_M = _rows(None, 0, 0, COLUMNS)
+    row_M, valid_M = _rows(None, 0, 0, gl.SliceLayout(0, SUMS))
     while unit < end:
         if unit // TILES != place:
             place = unit // TILES
             e, start, valid = _block_of(blocks, place, rows, SHARED)
-            row_M, valid_M = _rows(block_rows, start, valid, COLUMNS)
+            row_M, valid_M = _rows(block_rows, start, valid, gl.SliceLayout(0, SUMS))
             gl.thread_barrier()
             _hold(x, stride_x, block_rows, start, valid, held, K, COUNT, TOGETHER)
         first = unit % TILES * OUTPUTS
@@ -368,23 +391,11 @@ def _stream(
         for chunk in range(CHUNKS):
             async_copy.wait_group(STAGES - 2)
             gl.thread_barrier()
-            for p in gl.static_range(PIECES):
-                word_NX = ring.index(stage).slice(p * 16, 16, 1).load(_word_layout(BLOCK_N, WARPS))
-                scale_NQ = (
-                    ring_scales.index(stage).slice(p * 4, 4, 1).load(_scale_layout(BLOCK_N, WARPS))
-                )
-                left = _left((word_NX, scale_NQ), gl.DotOperandLayout(0, SUMS, 2))
-                right = _right(held.index(chunk * PIECES + p), gl.DotOperandLayout(1, SUMS, 2))
-                sum_NM = mma_v2(left, right, sum_NM)
-            free = gl.where(stage == 0, STAGES, stage) - 1
-            _copy(
-                (ring.index(free), ring_scales.index(free)), words, scales, places,
-                next_e.to(gl.int64) * ROWS, next_ % TILES * OUTPUTS, next_chunk, next_ < end,
-                N, K, OUTPUTS, WIDTH,
+            sum_NM = _multiplied(sum_NM, ring, stage, held, chunk, BLOCK_N, WIDTH, SUMS)
+            cursor = _ask(
+                ring, gl.where(stage == 0, STAGES, stage) - 1, cursor, (words, scales), places,
+                blocks, rows, end, N, K, GATED, SHARED, BLOCK_N, WIDTH,
             )  # fmt: skip
-            next_, next_chunk, next_e = _after(
-                next_, next_chunk, next_e, blocks, rows, TILES, CHUNKS, SHARED
-            )
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         _finish(sum_NM, factor_N, out, row_M, valid, first, N, GATED, FP32)
         unit += 1
