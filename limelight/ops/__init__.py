@@ -132,13 +132,10 @@ def fewer_stages(count: int) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def processors(tensor: torch.Tensor) -> int:
-    """Multiprocessors of its device; without a GPU, some."""
-    return _processors(tensor.device) if tensor.is_cuda else 3
+def processors(device: torch.device) -> int:
+    """Its multiprocessors; of what is no GPU, some."""
+    properties = torch.cuda.get_device_properties
+    return properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def pdl(tensor: torch.Tensor) -> dict[str, bool]:

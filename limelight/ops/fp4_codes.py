@@ -138,9 +138,9 @@ def _scale_pair(scale):
 
 
 @triton.jit
-def _scaled_pairs(word, pair):
-    """The 8 weights of each int32, BF16 [..., 8], by DECODED_PAIRS."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+def decoded_pairs(word, pair):
+    """The 8 weights of each int32, BF16, by DECODED_PAIRS."""
+    return tl.inline_asm_elementwise(
         DECODED_PAIRS,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [word, pair],
@@ -148,6 +148,12 @@ def _scaled_pairs(word, pair):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def _scaled_pairs(word, pair):
+    """The same in one, [..., 8]."""
+    v0, v1, v2, v3, v4, v5, v6, v7 = decoded_pairs(word, pair)
     return _eight(v0, v1, v2, v3, v4, v5, v6, v7)
 
 

@@ -15,14 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from limelight.ops import cdiv, is_roomy, next_power_of_2, pdl, processors
 from limelight.ops.activation import rounded_swiglu
-from limelight.ops.fp4 import BLOCK, FP4
-from limelight.ops.fp4_codes import DECODED_PAIRS, LEFT
+from limelight.ops.fp4 import FP4
+from limelight.ops.fp4_codes import LEFT, decoded_pairs
 from limelight.ops.fp4_few import few_parts
 
 # Rows of a block, and the columns that are decoded together.
 BLOCK_M = 8
 SPAN = gl.constexpr(128)
 _rounded_swiglu = gluon.jit(rounded_swiglu.fn)
+_decoded_pairs = gluon.jit(decoded_pairs.fn)
 
 
 @gluon.constexpr_function
@@ -100,13 +101,12 @@ def _copied(rows, columns, each, warps):
 
 @gluon.jit
 def _row_of(first, i, N: gl.constexpr, GATED: gl.constexpr):
-    """The i-th row of a weight's tile from the `first` output on, and its output; of a gated weight
-    [gate, up] come 8 of the gate's, then 8 of up's."""
-    row, n = first + i, first + i
+    """The i-th row of a weight's tile from the `first` output on; of a gated weight [gate, up] come
+    8 of the gate's, then 8 of up's."""
+    row = first + i
     if GATED:
-        n = first + i // 16 * 8 + i % 8
-        row = n + i // 8 % 2 * N
-    return row, n
+        row = first + i // 16 * 8 + i % 8 + i // 8 % 2 * N
+    return row
 
 
 # Of the two E4M3 in an int32 each twice, as BF16 times 2^118.
@@ -126,14 +126,7 @@ TWO_SCALES = gl.constexpr(
 @gluon.jit
 def _decoded(word, pair):
     """Weights [..., 2, 2, 2] of each word [...]; see `fp4_codes.py`."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        DECODED_PAIRS,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        [word, pair],
-        (gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
+    v0, v1, v2, v3, v4, v5, v6, v7 = _decoded_pairs(word, pair)
     even = gl.join(gl.join(v0, v4), gl.join(v2, v6))
     odd = gl.join(gl.join(v1, v5), gl.join(v3, v7))
     return gl.join(even, odd)
@@ -206,8 +199,7 @@ def _factors(
 ):  # fmt: skip
     """What scales the sums of a tile's rows."""
     i_N = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-    row_N, n_N = _row_of(first, i_N, N, GATED)
-    return gl.load(factors + row_N, mask=n_N < N, other=0.0)
+    return gl.load(factors + _row_of(first, i_N, N, GATED))
 
 
 @gluon.jit
@@ -229,23 +221,20 @@ def _finish(
     valid_M = gl.arange(0, 8, layout=gl.SliceLayout(0, layout)) < valid
     n_N = first + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
     at_NM = out + row_M.to(gl.int64)[None, :] * N + n_N[:, None]
-    gl.store(at_NM, y_NM.to(dtype), mask=(n_N < N)[:, None] & valid_M[None, :])
+    gl.store(at_NM, y_NM.to(dtype), mask=valid_M[None, :])
 
 
 @gluon.jit
 def _copy(
-    ring, words, scales, places, row, first, chunk, wanted,
-    N: gl.constexpr, K: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
+    ring, words, scales, places, row, chunk, wanted, K: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Bring a chunk of a tile, its words and scales, into a stage of the ring, if it is wanted."""
+    """Bring a chunk of the tile that begins at a row, its words and scales, into a stage of the
+    ring, if it is wanted."""
     held, held_scales = ring
-    at_NX, n_N, x_X, at_NQ, m_N, q_Q = places
-    words += (row + first) * (K // 8) + chunk * (WIDTH // 8)
-    scales += (row + first) * (K // 32) + chunk * (WIDTH // 32)
+    at_NX, x_X, at_NQ, q_Q = places
+    words += row * (K // 8) + chunk * (WIDTH // 8)
+    scales += row * (K // 32) + chunk * (WIDTH // 32)
     inside_NX, inside_NQ = wanted, wanted
-    if N % OUTPUTS != 0:
-        inside_NX = inside_NX & (first + n_N < N)[:, None]
-        inside_NQ = inside_NQ & (first + m_N < N)[:, None]
     if K % WIDTH != 0:
         inside_NX = inside_NX & (chunk * (WIDTH // 8) + x_X < K // 8)[None, :]
         inside_NQ = inside_NQ & (chunk * (WIDTH // 32) + q_Q < K // 32)[None, :]
@@ -259,19 +248,19 @@ def _places(
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Where words and scales of a weight's first chunk lie, with the outputs of their rows."""
+    """Where words and scales of a weight's first chunk lie, and which columns they are."""
     WORDS: gl.constexpr = _copied(BLOCK_N, WIDTH // 8, 4, gl.num_warps())
     # 16 bytes at once, of rows that begin at a multiple of these.
     SCALES: gl.constexpr = _copied(
         BLOCK_N, WIDTH // 32, 8 if K % 256 == 0 and WIDTH % 256 == 0 else 2, gl.num_warps()
     )
-    row_N, n_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS)), N, GATED)
+    row_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, WORDS)), N, GATED)
     x_X = gl.arange(0, WIDTH // 8, layout=gl.SliceLayout(0, WORDS))
     at_NX = row_N[:, None] * (K // 8) + x_X[None, :]
-    row_N, m_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCALES)), N, GATED)
+    row_N = _row_of(0, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCALES)), N, GATED)
     q_Q = gl.arange(0, WIDTH // 32, layout=gl.SliceLayout(0, SCALES))
     at_NQ = row_N[:, None] * (K // 32) + q_Q[None, :]
-    return at_NX, n_N, x_X, at_NQ, m_N, q_Q
+    return at_NX, x_X, at_NQ, q_Q
 
 
 @gluon.jit
@@ -301,11 +290,11 @@ def _ask(
     CHUNKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
     ROWS: gl.constexpr = N * (2 if GATED else 1)
     OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    TILES: gl.constexpr = N // OUTPUTS
     unit, chunk, e = cursor
     _copy(
         (ring[0].index(stage), ring[1].index(stage)), weight[0], weight[1], places,
-        e.to(gl.int64) * ROWS, unit % TILES * OUTPUTS, chunk, unit < end, N, K, OUTPUTS, WIDTH,
+        e.to(gl.int64) * ROWS + unit % TILES * OUTPUTS, chunk, unit < end, K, WIDTH,
     )  # fmt: skip
     chunk += 1
     if chunk == CHUNKS:
@@ -349,7 +338,7 @@ def _stream(
     CHUNKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
     ROWS: gl.constexpr = N * (2 if GATED else 1)
     OUTPUTS: gl.constexpr = BLOCK_N // (2 if GATED else 1)
-    TILES: gl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    TILES: gl.constexpr = N // OUTPUTS
     PIECES: gl.constexpr = WIDTH // SPAN
     # The power of two that divides them, up to 4.
     TOGETHER: gl.constexpr = CHUNKS * PIECES & -(CHUNKS * PIECES) & 3 or 4
@@ -431,12 +420,12 @@ def _grouped_fp4_few_kernel(
     block_B = gl.load(blocks + b_B, mask=b_B < most, other=0, cache_modifier=".cg")
     taken_B = (block_B > 0).to(gl.int32)
     listed = (block_B, gl.associative_scan(taken_B, 0, _add) - 1, b_B)
-    units = gl.sum(taken_B, axis=0) * ((N + OUTPUTS - 1) // OUTPUTS)
+    units = gl.sum(taken_B, axis=0) * (N // OUTPUTS)
     program, programs = gl.program_id(0), gl.num_programs(0)
     shared_units, shared_programs = 0, 0
     if SHARED_N:
         # So many of the programs as it has of the columns.
-        shared_units = (rows + 7) // 8 * ((SHARED_N + OUTPUTS - 1) // OUTPUTS)
+        shared_units = (rows + 7) // 8 * (SHARED_N // OUTPUTS)
         columns = shared_units * (SHARED_K // 32)
         shared_programs = gl.cdiv(programs * columns, columns + units * (K // 32))
     if program < shared_programs:
@@ -487,10 +476,10 @@ def _bytes(room: int, *columns: int) -> int:
 
 
 def fits(y_TD: torch.Tensor, down: tuple[FP4, FP4 | None]) -> bool:
-    """Whether weights are decoded to the type of these rows, have whole words of scales, and a
-    program has room for its rows of x."""
+    """Whether weights are decoded to the type of these rows, have whole tiles of rows, and so whole
+    words of scales, and a program has room for its rows of x."""
     columns = [weight.shape[-1] for weight in down if weight is not None]
-    whole = all(size % (4 * BLOCK) == 0 for size in (y_TD.shape[1], *columns))
+    whole = all(size % BLOCK_N == 0 for size in (y_TD.shape[1], *columns))
     room = _room(y_TD)
     needed = max(_bytes(room, y_TD.shape[1]), _bytes(room, *columns))
     return y_TD.dtype in DTYPES and whole and needed <= room
@@ -519,7 +508,7 @@ def some_each(
     def launch(x, shared_x, weights, out, shared_out, **sizes: int) -> None:
         columns = [sizes["K"], sizes["SHARED_K"] or sizes["K"]]
         each = min(_room(x) // _bytes(_room(x), *columns), MOST_PROGRAMS)
-        _grouped_fp4_few_kernel[(processors(x) * each,)](
+        _grouped_fp4_few_kernel[(processors(x.device) * each,)](
             x, shared_x, *_parts(weights[0]), *_parts(weights[1]), *blocks, out, shared_out,
             rows, most, x.stride(0), shared_x.stride(0), **sizes, FP32=fp32,
             BLOCKS=max(next_power_of_2(most), 128), BLOCK_N=BLOCK_N,
