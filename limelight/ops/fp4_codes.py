@@ -54,23 +54,24 @@ def words_of(codes_NX: torch.Tensor) -> torch.Tensor:
     return codes_NX.view(torch.int32)
 
 
-# Each pair is multiplied by the scale times 2^118, BF16, twice in $9.
-DECODED_PAIRS = tl.constexpr(
-    """
-    {
-    .reg .b32 a, b, m, z;
-    mov.b32 z, 0x80008000; mov.b32 m, 0x81C081C0;
-    shl.b32 a, $8, 3; and.b32 a, a, m;
-    fma.rn.bf16x2 a, a, $9, z; mov.b32 {$0, $4}, a;
-    shl.b32 a, $8, 6; and.b32 a, a, m;
-    fma.rn.bf16x2 a, a, $9, z; mov.b32 {$1, $5}, a;
-    shl.b32 a, $8, 4; lop3.b32 a, a, $8, m, 0x28;
-    fma.rn.bf16x2 a, a, $9, z; mov.b32 {$2, $6}, a;
-    shr.b32 a, $8, 7; shl.b32 b, $8, 5; lop3.b32 a, a, b, m, 0x28;
-    fma.rn.bf16x2 a, a, $9, z; mov.b32 {$3, $7}, a;
-    }
-    """
-)
+def _pairs(result: str) -> str:
+    """Assembly that makes the pairs of a word, $8, each times the scale times 2^118, BF16, twice in
+    $9; `result` is what becomes of one, a, which goes to the {0}th and the {1}th result."""
+    pairs = (
+        "shl.b32 a, $8, 3; and.b32 a, a, m;",
+        "shl.b32 a, $8, 6; and.b32 a, a, m;",
+        "shl.b32 a, $8, 4; lop3.b32 a, a, $8, m, 0x28;",
+        "shr.b32 a, $8, 7; shl.b32 b, $8, 5; lop3.b32 a, a, b, m, 0x28;",
+    )
+    scaled = "fma.rn.bf16x2 a, a, $9, z;"
+    each = (f"{pair} {scaled} {result.format(j, j + 4)}" for j, pair in enumerate(pairs))
+    declared = ".reg .b32 a, b, m, z; mov.b32 z, 0x80008000; mov.b32 m, 0x81C081C0;"
+    return "\n".join(("{", declared, *each, "}"))
+
+
+DECODED_PAIRS = tl.constexpr(_pairs("mov.b32 {{${0}, ${1}}}, a;"))
+# Conversions of numbers one by one would take more instructions and registers.
+WIDE_PAIRS = tl.constexpr(_pairs("shl.b32 ${0}, a, 16; and.b32 ${1}, a, 0xFFFF0000;"))
 
 
 @triton.jit
@@ -174,20 +175,7 @@ def wide_weights_of(word, scale, dtype: tl.constexpr):
     if dtype != tl.bfloat16 or not ASSEMBLY:
         return _scaled(word, scale)
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, m, z;
-        mov.b32 z, 0x80008000; mov.b32 m, 0x81C081C0;
-        shl.b32 a, $8, 3; and.b32 a, a, m;
-        fma.rn.bf16x2 a, a, $9, z; shl.b32 $0, a, 16; and.b32 $4, a, 0xFFFF0000;
-        shl.b32 a, $8, 6; and.b32 a, a, m;
-        fma.rn.bf16x2 a, a, $9, z; shl.b32 $1, a, 16; and.b32 $5, a, 0xFFFF0000;
-        shl.b32 a, $8, 4; lop3.b32 a, a, $8, m, 0x28;
-        fma.rn.bf16x2 a, a, $9, z; shl.b32 $2, a, 16; and.b32 $6, a, 0xFFFF0000;
-        shr.b32 a, $8, 7; shl.b32 b, $8, 5; lop3.b32 a, a, b, m, 0x28;
-        fma.rn.bf16x2 a, a, $9, z; shl.b32 $3, a, 16; and.b32 $7, a, 0xFFFF0000;
-        }
-        """,
+        WIDE_PAIRS,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
         [word, _scale_pair(scale)],
         (tl.float32,) * 8,
