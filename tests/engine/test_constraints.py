@@ -141,7 +141,7 @@ def test_both_loops_give_the_same_tokens(small):
         assert one.last.finish_reason == other.last.finish_reason
 
 
-@pytest.mark.parametrize("budget", [0, 5, 40])
+@pytest.mark.parametrize("budget", [0, 1, 5, 40])
 def test_reasoning_has_exactly_its_budget_and_the_answer_still_fits(small, budget):
     # A model that would never end its reasoning by itself.
     never = {"logit_bias": {small.end[0]: -100.0}}

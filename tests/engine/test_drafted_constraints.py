@@ -85,7 +85,7 @@ def test_no_draft_gets_past_a_grammar_and_the_texts_are_those_without_drafts(
         assert after.speculation.accepted > before.speculation.accepted
 
 
-@pytest.mark.parametrize("budget", [0, 40])
+@pytest.mark.parametrize("budget", [0, 3, 40])
 def test_a_budget_of_thoughts_is_kept_in_the_middle_of_drafts(plain, drafted, budget):
     never = {"logit_bias": {plain.end[0]: -100.0}, "temperature": 0.0}
 

@@ -92,7 +92,7 @@ def test_no_order_of_requests_changes_an_answer(folder, drafter, turn):
     assert all(graph.replays for graph in graphs[:3])
 
 
-@pytest.mark.parametrize("seqs, tokens", [(64, 64), (1, 1)])
+@pytest.mark.parametrize("seqs, tokens", [(64, 64), (3, 3), (1, 1)])
 def test_few_tokens_and_many_sequences_fit_the_graphs(flint, drafter, seqs, tokens):
     """A graph with prompts may have as many rows that need logits as it has rows."""
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": 150}
