@@ -8,6 +8,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import islice
 
 NULL_BLOCK = 0  # pads block tables; never handed out
 Key = tuple[int, bytes]  # (layer group, chained hash)
@@ -82,14 +83,16 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Give `count` free blocks away, each with one reference and without its former key."""
         assert count <= self.num_free, "the caller looks at num_free first"
-        blocks = []
-        for _ in range(count):
-            block, _ = (self._cold or self._warm).popitem(last=False)
-            if (key := self._keys[block]) is not None:
-                del self._block_of[key]
-                self._keys[block] = None
-            self._refs[block] = 1
-            blocks.append(block)
+        blocks: list[int] = []
+        for free in (self._cold, self._warm):
+            taken = list(islice(free, count - len(blocks)))
+            for block in taken:
+                del free[block]
+                if (key := self._keys[block]) is not None:
+                    del self._block_of[key]
+                    self._keys[block] = None
+                self._refs[block] = 1
+            blocks += taken
         return blocks
 
     def share(self, block: int):

@@ -250,8 +250,7 @@ class BlockTables:
 
     def update(self, changes: Iterable[tuple[int, list[tuple[int, list[int]]]]]) -> None:
         """Take over (slot, for each group (first index, blocks)) of several sequences."""
-        places: list[int] = []
-        values: list[int] = []
+        places: list[np.ndarray] = []
         width = self.host.shape[2]
         for slot, tables in changes:
             for group, (first, blocks) in enumerate(tables):
@@ -260,12 +259,12 @@ class BlockTables:
                 self.host[group, slot, first : first + len(blocks)] = blocks
                 if not self.on_host:
                     at = (group * self.host.shape[1] + slot) * width + first
-                    places += range(at, at + len(blocks))
-                    values += blocks
+                    places.append(np.arange(at, at + len(blocks)))
         if places:
+            changed = np.concatenate(places)
             # From pinned memory, for else the host waits here until the step before has ended.
-            at_X = torch.tensor(places, dtype=torch.int64, pin_memory=True)
-            blocks_X = torch.tensor(values, dtype=torch.int32, pin_memory=True)
+            at_X = torch.from_numpy(changed).pin_memory()
+            blocks_X = torch.from_numpy(self.host.ravel()[changed]).pin_memory()
             device = self.tensor.device
             self.tensor.view(-1).index_copy_(
                 0, at_X.to(device, non_blocking=True), blocks_X.to(device, non_blocking=True)
@@ -360,7 +359,7 @@ def fill_rows(
     tables: BlockTables,
     grants: list[Grant],
     sampling: list[Grant],
-    codes: list[int],
+    codes: np.ndarray,
     *,
     block_size: int,
 ) -> None:
@@ -375,11 +374,13 @@ def fill_rows(
     tokens, seqs = int(counts.sum()), len(grants)
     firsts = counts.cumsum() - counts
     positions = np.arange(tokens) + np.repeat(starts - firsts, counts)
-    blocks = tables.host[:, np.repeat(slots, counts), positions // block_size].astype(np.int64)
+    entries, offsets = np.divmod(positions, block_size)
+    entries += np.repeat(slots * tables.host.shape[2], counts)
     fill(to["tokens_T"], codes, 0)
     fill(to["positions_T"], positions, 0)
-    to["slots_GT"][:, :tokens] = blocks * block_size + positions % block_size
-    to["slots_GT"][:, tokens:] = -1
+    # Group by group in one dimension, which takes a tenth of the time of all at once.
+    for slots_T, blocks in zip(to["slots_GT"], tables.host, strict=True):
+        fill(slots_T, blocks.ravel()[entries].astype(np.int64) * block_size + offsets, -1)
     fill(to["rows_B"], slots, tables.nobody)
     fill(to["seq_lens_B"], starts + counts, 0)
     rows, ends = len(to["tokens_T"]), np.arange(tokens + 1, tokens + len(to["starts_B"]) - seqs)

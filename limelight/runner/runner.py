@@ -1,8 +1,10 @@
 """StepPlan -> Batch -> forward -> sample -> StepResult."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from limelight.cache.storage import KVStorage
@@ -350,7 +352,8 @@ class ModelRunner:
     def _stage(self, tensors: StepTensors, grants: list[Grant], sampling: list[Grant]) -> None:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
         to = tensors.arrays
-        codes = [code for grant in grants for code in self.slots[grant.slot].codes(grant)]
+        parts = (self.slots[grant.slot].codes(grant) for grant in grants)
+        codes = np.fromiter(chain.from_iterable(parts), np.int64)
         fill_rows(to, self.tables, grants, sampling, codes, block_size=self.block_size)
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)
