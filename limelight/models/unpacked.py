@@ -17,6 +17,8 @@ from limelight.ops.fp4 import FP4, unpack
 from limelight.ops.lora import Adapted
 
 Projection = ColumnParallelLinear | RowParallelLinear
+# A product for each; of a checkpoint there is one for each tensor of a projection.
+MOST_RUNS = 4
 
 
 def packed_projections(model: nn.Module) -> Iterator[tuple[Projection, FP4]]:
@@ -35,14 +37,23 @@ def unpacked_numbers(model: nn.Module) -> int:
     return sum(math.prod(weight.shape) for _, weight in packed_projections(model))
 
 
+def runs_of(rows_N: torch.Tensor) -> tuple[tuple[int, float], ...]:
+    """Where rows of one scale end, and that scale; nothing of more than MOST_RUNS."""
+    last_N = rows_N.diff().nonzero().flatten().tolist()
+    if len(last_N) >= MOST_RUNS:
+        return ()
+    last_N.append(len(rows_N) - 1)
+    scales = rows_N[last_N].tolist()
+    return tuple((last + 1, scale) for last, scale in zip(last_N, scales, strict=True))
+
+
 def keep_unpacked(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep them unpacked in `dtype`; those that are kept already are made anew where they lie."""
     for module, weight in packed_projections(model):
         values_NK = unpack(weight.codes, weight.scales, dtype=dtype)
         if weight.values is not None:
-            weight.values.copy_(values_NK)
-            continue
-        held, kept = module.weight, replace(weight, values=values_NK)
+            values_NK = weight.values.copy_(values_NK)
+        held, kept = module.weight, replace(weight, values=values_NK, runs=runs_of(weight.rows))
         module.weight = replace(held, base=kept) if isinstance(held, Adapted) else kept
 
 

@@ -10,7 +10,7 @@ applied in FP32 to the sum of a product, never to a weight.
 unpacked ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +37,15 @@ class FP4:
 
     `codes` uint8 [..., N, K / 2], mixed, `scales` float8_e4m3fn [..., N, K / 16], `rows` FP32
     [..., N]. `values`, where there is memory for them: code * scale [N, K] in the type of
-    activations.
+    activations; `runs` then are the rows' scales as the host knows them, if it does: where rows of
+    one scale end, and that scale.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     rows: torch.Tensor
     values: torch.Tensor | None = None
+    runs: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -412,10 +414,28 @@ def _decoding(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | 
 def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:
     if (held_NF := weight.values) is None:
         held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
+    # A graph outlives what the host knows now.
+    if weight.runs and fp32 is None and not torch.cuda.is_current_stream_capturing():
+        _by_runs(x_TF, held_NF, weight.runs, y_TN)
+        return
     step = max(CACHED_BYTES // (4 * len(weight)) // 128 * 128, 128)
     for x_XF, y_XN in zip(x_TF.split(step), y_TN.split(step), strict=True):
         sums_XN = torch.mm(x_XF, held_NF.T, out_dtype=torch.float32)
         _finish(sums_XN[None], weight, y_XN, fp32)
+
+
+def _by_runs(
+    x_TF: torch.Tensor,
+    held_NF: torch.Tensor,
+    runs: tuple[tuple[int, float], ...],
+    y_TN: torch.Tensor,
+) -> None:
+    """Products whose sums torch scales before it rounds them, run by run."""
+    first = 0
+    for end, scale in runs:
+        y_TX = y_TN[:, first:end]
+        torch.addmm(y_TX, x_TF, held_NF[first:end].T, beta=0.0, alpha=scale, out=y_TX)
+        first = end
 
 
 def _finish(sums_STN: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool | None) -> None:

@@ -4,7 +4,13 @@ import torch
 
 from limelight.engine import memory
 from limelight.engine.llm import LLM
-from limelight.models.unpacked import keep_unpacked, kept_unpacked, packed_projections
+from limelight.models.unpacked import (
+    MOST_RUNS,
+    keep_unpacked,
+    kept_unpacked,
+    packed_projections,
+    runs_of,
+)
 from limelight.ops.fp4 import unpack
 from limelight.runner.residence import Residence
 
@@ -27,6 +33,37 @@ def test_projections_of_attention_are_kept_bit_for_bit():
         assert torch.equal(
             weight.values, unpack.reference(weight.codes, weight.scales, dtype=torch.float32)
         )
+
+
+def test_scales_of_their_rows_are_known_where_a_tensor_has_one():
+    runner = opened().engine.runner
+    keep_unpacked(runner.model, torch.float32)
+    for _, weight in packed_projections(runner.model):
+        # Queries, keys and values have their own, or share one.
+        assert 1 <= len(weight.runs) <= 3
+        ends, scales = zip(*weight.runs, strict=True)
+        sizes = torch.tensor([0, *ends]).diff()
+        assert torch.equal(torch.tensor(scales).repeat_interleave(sizes), weight.rows.cpu())
+
+
+def test_rows_of_many_scales_have_no_runs():
+    assert runs_of(torch.full((7,), 0.5)) == ((7, 0.5),)
+    alternating = torch.arange(2 * MOST_RUNS) % 2 + 1.0
+    assert len(runs_of(alternating[:MOST_RUNS])) == MOST_RUNS
+    assert runs_of(alternating[: MOST_RUNS + 1]) == ()
+
+
+def test_they_follow_weights_that_change():
+    runner = opened().engine.runner
+    keep_unpacked(runner.model, torch.float32)
+    for _, weight in packed_projections(runner.model):
+        weight.rows.mul_(2.0)
+        weight.codes.fill_(0)
+    before = [held_NK.data_ptr() for held_NK in kept_unpacked(runner.model)]
+    keep_unpacked(runner.model, torch.float32)
+    for _, weight in packed_projections(runner.model):
+        assert weight.runs[-1][1] == weight.rows[-1].item() and not weight.values.any()
+    assert [held_NK.data_ptr() for held_NK in kept_unpacked(runner.model)] == before
 
 
 def test_they_leave_with_the_weights_and_are_made_anew():

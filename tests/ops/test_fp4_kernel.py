@@ -77,3 +77,19 @@ def test_unpacked_weights_give_the_same_products_whether_they_are_kept_or_not(ro
     expected_TN = x_TK.double() @ decoded(weight).T
     for one in (weight, kept):
         assert_near(product(x_TK, one), expected_TN, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 500, 3000], ids="T{}".format)
+def test_products_by_runs_of_rows_are_scaled_before_they_are_rounded(rows):
+    generator = torch.Generator("cuda").manual_seed(rows)
+    weight = random_fp4(1280, 2048, generator=generator, device="cuda", spread=0.0)
+    runs = ((1024, 0.0123), (1152, 3.21), (1280, 0.77))
+    for first, (end, scale) in zip((0, 1024, 1152), runs, strict=True):
+        weight.rows[first:end] = scale
+    x_TK = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()[:, :2048]
+    values = unpack(weight.codes, weight.scales, dtype=torch.bfloat16)
+    expected_TN = x_TK.double() @ decoded(weight).T
+    assert_near(
+        product(x_TK, replace(weight, values=values, runs=runs)), expected_TN, dtype=torch.bfloat16
+    )
