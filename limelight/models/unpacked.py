@@ -39,6 +39,7 @@ def unpacked_numbers(model: nn.Module) -> int:
 
 def runs_of(rows_N: torch.Tensor) -> tuple[tuple[int, float], ...]:
     """Where rows of one scale end, and that scale; nothing of more than MOST_RUNS."""
+    rows_N = rows_N.cpu()
     last_N = rows_N.diff().nonzero().flatten().tolist()
     if len(last_N) >= MOST_RUNS:
         return ()

@@ -45,6 +45,13 @@ def test_what_a_rehearsal_had_compiled_is_in_the_cache_for_the_start(flint, tmp_
     assert start["chosen"] == ahead["chosen"] >= 2 and start["here"] == []
 
 
+@pytest.mark.parametrize("model", ["flint-nano-nvfp4", "beam-nano-nvfp4"])
+def test_a_start_of_four_bit_weights_is_rehearsed_to_its_end(model, tmp_path):
+    told = rehearsed("ahead", model, tmp_path)
+    assert told["fault"] is None
+    assert any(launch.startswith("_pieces_kernel") for launch in told["launches"]), "the last one"
+
+
 def words(*given):
     return io.BytesIO(b"".join(msgspec.json.encode(word) + b"\n" for word in given))
 
