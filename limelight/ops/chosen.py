@@ -476,7 +476,7 @@ GATE_UP_FP4: dict[int, dict[int, Tile]] = {
 # By the most columns of the down matrices of all experts of a row together.
 DOWN: dict[int, Tile] = {
     3072: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 4},
-    2**31: {"BLOCK_D": 8, "CHUNK": 256, "num_warps": 8, "maxnreg": 96},
+    2**31: {"BLOCK_D": 16, "CHUNK": 256, "num_warps": 16, "maxnreg": 96},
 }
 DOWN_FP4: dict[int, Tile] = {
     3072: {"BLOCK_D": 8, "CHUNK": 128, "num_warps": 4, "maxnreg": 96},

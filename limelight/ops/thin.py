@@ -354,7 +354,7 @@ FEW_ROWS: dict[int, dict[int, Tile | None]] = {
     16: {768: Tile(16, 4, 4), 2560: None, 8192: Tile(8, 4, 2)},
 }
 # One row and an NVFP4 weight, by the most columns.
-ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 4096: Tile(4, 4, 8), 8192: Tile(4, 4, 5)}
+ONE_ROW_FP4 = {2048: Tile(8, 4, 6), 8192: Tile(4, 4, 5)}
 FEW_FP4 = 8  # rows, at most
 # By the most columns.
 FEW_ROWS_FP4 = {
