@@ -70,7 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands = _commands(parser)
     for name, (text, add_flags, run) in COMMANDS.items():
         command = _add(commands, name, text)
-        add_flags(command)
+        # Those of all commands take longer to make than the help may take.
+        if name in argv:
+            add_flags(command)
         if run is not None:
             command.set_defaults(run=run)
     args, leftover = parser.parse_known_args(spell(argv))
