@@ -17,7 +17,7 @@ from limelight.ops.fp4 import FP4, unpack
 from limelight.ops.lora import Adapted
 
 Projection = ColumnParallelLinear | RowParallelLinear
-# A product for each; of a checkpoint there is one for each tensor of a projection.
+# A product for each; a checkpoint has at most one for each tensor of a projection.
 MOST_RUNS = 4
 
 

@@ -20,6 +20,7 @@ R = TypeVar("R")
 V = TypeVar("V")
 _references_only: ContextVar[bool] = ContextVar("references_only", default=False)
 _batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+_for_graph: ContextVar[bool] = ContextVar("for_graph", default=False)
 _calls: ContextVar["list[Call] | None"] = ContextVar("calls", default=None)
 
 
@@ -81,6 +82,21 @@ def batch_invariance(wanted: bool) -> Iterator[None]:
 def is_batch_invariant() -> bool:
     """Whether operations are now to keep to one order of adding, whatever it costs."""
     return _batch_invariant.get()
+
+
+@contextmanager
+def for_graph() -> Iterator[None]:
+    """Within, a step is one for a graph to hold, which keeps whatever the host knows of weights."""
+    token = _for_graph.set(True)
+    try:
+        yield
+    finally:
+        _for_graph.reset(token)
+
+
+def is_for_graph() -> bool:
+    """Whether operations are captured, or run for that."""
+    return _for_graph.get()
 
 
 @contextmanager

@@ -135,8 +135,6 @@ def absent_gpu(capability: int, *, memory: int = PLENTY) -> Iterator[AbsentTenso
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "mem_get_info": lambda device=None: (memory, memory),
         "synchronize": lambda device=None: None,
-        # What is launched then is launched in other steps too.
-        "is_current_stream_capturing": lambda: True,
     }
     with (
         replaced(torch.cuda, cuda),

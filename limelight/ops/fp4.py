@@ -17,7 +17,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from limelight.ops import by_size, cdiv, invariant, is_batch_invariant, op, pdl, stages
+from limelight.ops import (
+    by_size,
+    cdiv,
+    invariant,
+    is_batch_invariant,
+    is_for_graph,
+    op,
+    pdl,
+    stages,
+)
 from limelight.ops.activation import rounded_swiglu
 from limelight.ops.fp4_codes import (
     LEFT,
@@ -415,7 +424,7 @@ def _unpacking(x_TF: torch.Tensor, weight: FP4, y_TN: torch.Tensor, fp32: bool |
     if (held_NF := weight.values) is None:
         held_NF = unpack.kernel(weight.codes, weight.scales, dtype=x_TF.dtype)
     # A graph outlives what the host knows now.
-    if weight.runs and fp32 is None and not torch.cuda.is_current_stream_capturing():
+    if weight.runs and fp32 is None and y_TN.dtype == x_TF.dtype and not is_for_graph():
         _by_runs(x_TF, held_NF, weight.runs, y_TN)
         return
     step = max(CACHED_BYTES // (4 * len(weight)) // 128 * 128, 128)
@@ -430,7 +439,7 @@ def _by_runs(
     runs: tuple[tuple[int, float], ...],
     y_TN: torch.Tensor,
 ) -> None:
-    """Products whose sums torch scales before it rounds them, run by run."""
+    """Products whose sums torch scales before it rounds them, run by run of rows."""
     first = 0
     for end, scale in runs:
         y_TX = y_TN[:, first:end]

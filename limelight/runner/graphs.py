@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from limelight.ops import for_graph
 from limelight.progress import Progress
 from limelight.runner.adapters import RowAdapters
 
@@ -80,7 +81,8 @@ class Graphs(Generic[Inputs, Outcome]):
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.outcomes: dict[tuple[int, bool], Outcome] = {}
         adapted = adapters is not None and adapters.has_room
-        with progress.phase(f"capturing {name}", len(self.sizes) * (1 + adapted)) as advance:
+        phase = progress.phase(f"capturing {name}", len(self.sizes) * (1 + adapted))
+        with phase as advance, for_graph():
             # From the largest down, so that the smaller ones find their memory in its pool.
             for size in reversed(self.sizes):
                 inputs = padding(size)

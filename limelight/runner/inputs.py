@@ -372,6 +372,7 @@ def fill_rows(
     starts = np.array([grant.start for grant in grants], dtype=np.int64)
     counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
     tokens, seqs = int(counts.sum()), len(grants)
+    assert tokens == 0 or int((starts + counts).max()) <= tables.host.shape[2] * block_size
     firsts = counts.cumsum() - counts
     positions = np.arange(tokens) + np.repeat(starts - firsts, counts)
     entries, offsets = np.divmod(positions, block_size)

@@ -353,7 +353,8 @@ class ModelRunner:
         """Fill the host's side of a step; rows beyond the grants' become padding."""
         to = tensors.arrays
         parts = (self.slots[grant.slot].codes(grant) for grant in grants)
-        codes = np.fromiter(chain.from_iterable(parts), np.int64)
+        count = sum(grant.num_tokens for grant in grants)
+        codes = np.fromiter(chain.from_iterable(parts), np.int64, count)
         fill_rows(to, self.tables, grants, sampling, codes, block_size=self.block_size)
         rules = [self.sampler.rules[grant.slot] for grant in sampling]
         fill(to["temperature_R"], [rule.request.params.temperature for rule in rules], 0.0)

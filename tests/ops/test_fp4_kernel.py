@@ -8,6 +8,7 @@ from ahead import Case, meta
 from fp4s import decoded, random_fp4
 from near import PLACES, assert_near
 
+from limelight.ops import for_graph
 from limelight.ops.fp4 import FP4, VALUES, multiply_reference, product, unpack
 from limelight.ops.fp4_codes import mixed
 
@@ -90,6 +91,24 @@ def test_products_by_runs_of_rows_are_scaled_before_they_are_rounded(rows):
     x_TK = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()[:, :2048]
     values = unpack(weight.codes, weight.scales, dtype=torch.bfloat16)
     expected_TN = x_TK.double() @ decoded(weight).T
-    assert_near(
-        product(x_TK, replace(weight, values=values, runs=runs)), expected_TN, dtype=torch.bfloat16
-    )
+    # What its rows say is not looked at.
+    kept = replace(weight, rows=torch.full_like(weight.rows, torch.nan), values=values, runs=runs)
+    assert_near(product(x_TK, kept), expected_TN, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 500], ids="T{}".format)
+def test_a_graph_follows_the_scales_of_rows_that_change(rows):
+    generator = torch.Generator("cuda").manual_seed(rows)
+    weight = random_fp4(1024, 2048, generator=generator, device="cuda", spread=0.0)
+    x_TK = torch.randn(rows, 2048, generator=generator, device="cuda").bfloat16()
+    values = unpack(weight.codes, weight.scales, dtype=torch.bfloat16)
+    kept = replace(weight, values=values, runs=((1024, 0.5),))
+    graph = torch.cuda.CUDAGraph()
+    with for_graph():
+        product(x_TK, kept)
+        with torch.cuda.graph(graph):
+            y_TN = product(x_TK, kept)
+    weight.rows.fill_(3.0)
+    graph.replay()
+    assert_near(y_TN, x_TK.double() @ decoded(weight).T, dtype=torch.bfloat16)
